@@ -65,6 +65,10 @@ class DataCommandConfig(CommandConfig):
             raise ValueError(
                 "rewards: there is no reward to test: set --reward_funcs, --reward_func, --remote_rm_url or --judge"
             )
+        if self.reward.compares_responses:
+            raise ValueError(
+                f"rewards: judge_method {self.reward.judge_method} compares responses, the test scores one at a time"
+            )
         if self.reward.asks_environment:
             raise ValueError(
                 f"rewards: {ENVIRONMENT} in reward_funcs scores episodes, not text: play one without --rewards"

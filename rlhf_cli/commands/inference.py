@@ -63,3 +63,12 @@ class InferenceConfig(CommandConfig):
     def _check_environment(self) -> Self:
         check_environment_reward(self.episodes, self.reward)
         return self
+
+    @model_validator(mode="after")
+    def _check_judges(self) -> Self:
+        if self.reward.compares_responses and self.sampling.n_samples_per_prompt == 1:
+            raise ValueError(
+                f"judge_method {self.reward.judge_method} compares responses to the same prompt: set "
+                "n_samples_per_prompt above 1"
+            )
+        return self

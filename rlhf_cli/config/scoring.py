@@ -5,7 +5,7 @@ The table of built-in rewards is in rewards.py.
 
 import json
 import math
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -101,12 +101,19 @@ class RewardConfig(SettingsGroup):
     """Model name in requests to judges. Default: the only model that the endpoint lists."""
     judge_weight: Annotated[float, Needs("judge")] = 1.0
     """Weight of the judges' score."""
+    judge_method: Annotated[Literal["pointwise", "rubric", "pairwise", "listwise"], Needs("judge")] = "pointwise"
+    """What judges decide: a score (pointwise), which criteria of the row's rubric are met (rubric), which of two
+    responses to a prompt is better (pairwise), or the order of all of them (listwise).
+    """
+    judge_rubric_key: Annotated[str, Needs("judge_method", ("rubric",))] = "rubric"
+    """Column with the rubric: a list of {"criterion": TEXT, "weight": NUMBER}, or of texts."""
     judge_template: Annotated[str | None, Needs("judge")] = None
-    """Text file with the question to the judge, in which {prompt}, {response}, {label} and {row.COLUMN} are replaced.
-    Delimiters and the format of the verdict are added. Default: a question for overall quality, with the label if any.
+    """Text file with the question to the judge, in which {prompt}, {label}, {row.COLUMN} and, depending on the method,
+    {response}, {rubric}, {response_1}, {response_2} or {responses} are replaced. Delimiters and the format of the
+    verdict are added. Default: a question for overall quality, with the label if any.
     """
     judge_score_range: Annotated[tuple[float, float], Needs("judge")] = (0.0, 10.0)
-    """Lowest and highest score that the judge may give. Any other score is a failed reward."""
+    """Lowest and highest score that a pointwise judge may give. Any other score is a failed reward."""
     judge_args: Annotated[JsonObject, Needs("judge")] = "{}"
     """Fields added to requests to judges, as a JSON object or YAML mapping, such as {"max_tokens": 2048}. null removes
     the default "temperature": 0. Stored in config.yaml: put no secrets here.
@@ -157,6 +164,11 @@ class RewardConfig(SettingsGroup):
     def may_run_code(self) -> bool:
         """Whether the code reward, or a verifier selected by a row, may run programs from responses."""
         return self.is_by_row or any(call.row.runs_code for call in self.rewards)
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether judges compare the responses to a prompt."""
+        return bool(self.judge) and self.judge_method in ("pairwise", "listwise")
 
     @property
     def reads_rows(self) -> bool:
@@ -252,6 +264,14 @@ class RewardConfig(SettingsGroup):
                 f"{fixed!r} is set by the program: drop it" + (" and set judge_model" * (fixed == "model"))
             )
         return text
+
+    @model_validator(mode="after")
+    def _check_judge_method(self) -> Self:
+        if self.judge_method != "pointwise" and self.changed("judge_score_range"):
+            raise ValueError(
+                f"judge_score_range has no effect with judge_method {self.judge_method}, which has no scores"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_reward_weights(self) -> Self:

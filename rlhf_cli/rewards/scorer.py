@@ -172,16 +172,26 @@ class Scorer:
         hint = _TRL_HINT if _TRL in self.form else ""
         return next(filter(None, (_trial_fault(outcome, trial, hint=hint) for outcome in outcomes)), "")
 
-    def try_judge(self, request: ScoreRequest) -> str:
-        """Ask a judge about a made-up response. Returns a warning, or "" on success.
+    def check_rubrics(self, rows: Sequence[str | None]) -> None:
+        """Raise UsageError if the fraction of rows without a valid rubric exceeds `reward_max_failures`."""
+        if self._judges is None:
+            return
+        bad = [fault for row in rows if (fault := self._judges[0].fault_of(row))]
+        if len(bad) > self._config.reward_max_failures * len(rows):
+            raise UsageError(
+                f"--judge_method rubric: {len(bad)} of {len(rows)} prompts have no usable rubric; the first: {bad[0]}"
+            )
+
+    def try_judge(self, requests: Sequence[ScoreRequest]) -> str:
+        """Ask a judge about made-up responses to a prompt. Returns a warning, or "" on success.
 
         Raises UsageError if the call fails. An invalid verdict, which the made-up text may have caused, is a warning.
         """
         if self._judges is None:
             return ""
         judge, servers = self._judges
-        case = judge.case(request)
-        (score,) = case.conclude([future.result() for future in servers.submit(case.questions)])
+        case = judge.case(requests if judge.by_group else requests[:1])
+        score, *_ = case.conclude([future.result() for future in servers.submit(case.questions)])
         if score.value is None and score.failure != "bad_result":
             raise UsageError(f"--judge: {score.detail}")
         return f"{score.detail}; such a reward counts as failed" if score.value is None else ""

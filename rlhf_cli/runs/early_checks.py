@@ -40,7 +40,7 @@ from rlhf_cli.config.view import ViewGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import adapter_folder, resolve_model_path
 from rlhf_cli.models.gguf import find_gguf
-from rlhf_cli.rewards.judge.template import FIELDS, read_template
+from rlhf_cli.rewards.judge.template import read_template
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
 _COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, EvaluatedModelConfig)
@@ -136,7 +136,7 @@ def _check_files(group: object) -> None:
     if isinstance(group, RewardConfig) and group.reward_func is not None:
         _require_python("reward_func", group.reward_func)
     if isinstance(group, RewardConfig) and group.judge_template is not None:
-        read_template(group.judge_template, FIELDS, needed="response")
+        read_template(group.judge_template, group.judge_method)
     environment = group.environment if isinstance(group, EpisodeConfig) else None
     if environment is not None and environment_kind(environment) == "file":
         _require_python("environment", environment)

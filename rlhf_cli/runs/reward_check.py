@@ -30,8 +30,9 @@ def check_with(scorer: Scorer, *sets: Sequence[Prompt], is_episode: bool = False
     """Run the checks with a scorer that stays open."""
     for prompts in sets:
         scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
+        scorer.check_rubrics([prompt.row for prompt in prompts])
     tried = _trial_requests(sets[0], is_episode=is_episode)
-    for line in filter(None, (scorer.form, scorer.try_file(tried), scorer.try_judge(tried[0]))):
+    for line in filter(None, (scorer.form, scorer.try_file(tried), scorer.try_judge(tried[: len(_MADE_UP)]))):
         print(f"rlhf: {line}", file=sys.stderr, flush=True)
 
 

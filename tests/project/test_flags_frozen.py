@@ -33,6 +33,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "eval_n_samples_per_prompt": {"eval_temperature": "0.7"},
     "format_prompt": {"lmbda": "1"},
     "json": {"for": "ppo"},
+    "judge_method": {"n_samples_per_prompt": "2", "temperature": "1"},
+    "judge_rubric_key": {"judge": "http://10.0.0.5:8000/v1"},
     "k": {"n_samples_per_prompt": "9", "temperature": "1"},
     "max_restarts": {"save_steps": "5"},
     "max_turns": {"for": "ppo"},

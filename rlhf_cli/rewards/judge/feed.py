@@ -23,6 +23,8 @@ class JudgeFeed:
     def __init__(self, judge: Judge, servers: RemoteRewards) -> None:
         self._judge, self._servers = judge, servers
         self._count = 0
+        # Incomplete groups of a judge that compares responses, with the numbers of their responses.
+        self._groups: dict[str, list[tuple[int, ScoreRequest]]] = {}
         # Cases without a score yet, with the numbers of their responses.
         self._open: list[tuple[list[int], Case, list[Future[ItemOutcome]]]] = []
         self.failures: list[Failure] = []
@@ -40,9 +42,18 @@ class JudgeFeed:
     def add(self, requests: Sequence[ScoreRequest]) -> None:
         """Queue responses, numbered from 0. Never blocks."""
         for request in requests:
-            case = self._judge.case(request)
-            self._open.append(([self._count], case, self._servers.submit(case.questions)))
+            own = [(self._count, request)]
             self._count += 1
+            if self._judge.by_group:
+                own = self._groups.setdefault(request.group, [])
+                own.append((self._count - 1, request))
+                if len(own) < request.group_size:
+                    continue
+                del self._groups[request.group]
+                # In sample order, so that questions do not depend on the order of arrival.
+                own.sort(key=lambda entry: entry[1].sample)
+            case = self._judge.case([request for _, request in own])
+            self._open.append(([number for number, _ in own], case, self._servers.submit(case.questions)))
 
     def ready(self) -> list[tuple[int, Score]]:
         """Return new scores as (response number, score) pairs. Never blocks."""

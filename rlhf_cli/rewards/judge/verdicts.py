@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.remote.call import in_one_line
@@ -13,8 +13,11 @@ _READ = 50_000
 _START = re.compile(r'\{\s*"')
 _DECODER = json.JSONDecoder()
 
+Judgement = dict[str, object]
+"""A verdict as JSON values, with a `reason`."""
 
-def last_object(answer: str) -> dict[str, object]:
+
+def last_object(answer: str) -> Judgement:
     """Return the last JSON object in an answer that is not part of another. Raises BadResult without one."""
     text, found, end = answer[-_READ:], None, 0
     for start in _START.finditer(text):
@@ -32,21 +35,75 @@ def last_object(answer: str) -> dict[str, object]:
     return dict(found)
 
 
-def number_in(verdict: Mapping[str, object], name: str, ends: tuple[float, float]) -> float:
-    """Return a number from a verdict. Raises BadResult unless it is a number in the range."""
+def score_of(answer: str, ends: tuple[float, float]) -> Judgement:
+    """Return `score`, scaled to 0 to 1, and `reason`."""
+    verdict = last_object(answer)
+    value, (low, high) = _value(verdict, "score"), ends
+    if not _is_number(value):
+        raise BadResult(f"gave the score {_quoted(value)}, not a number")
+    if not low <= value <= high:  # type: ignore[operator]
+        raise BadResult(f"gave the score {value:g}, outside {low:g} to {high:g}")
+    return {"score": (value - low) / (high - low), "reason": _reason(verdict)}  # type: ignore[operator]
+
+
+def items_of_verdict(answer: str, count: int) -> list[Judgement]:
+    """Return `met` and `reason` for each of `count` criteria, which the answer numbers from 1."""
+    items = _value(last_object(answer), "items")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise BadResult(f"gave the items {_quoted(items)}, not a list of objects")
+    numbers = [_value(item, "item") for item in items]
+    if not _are_numbered(numbers, count):
+        raise BadResult(f"gave verdicts on the items {_quoted(numbers)}, not on each of 1 to {count} once")
+    judgements: dict[object, Judgement] = {}
+    for number, item in zip(numbers, items, strict=True):
+        if not isinstance(_value(item, "met"), bool):
+            raise BadResult(f"gave the verdict {_quoted(item['met'])} on item {number}, not true or false")
+        judgements[number] = {"met": item["met"], "reason": _reason(item)}
+    return [judgements[number] for number in range(1, count + 1)]
+
+
+def winner_of(answer: str) -> Judgement:
+    """Return `won`, 1 if the first response is better, 0 if the second is, 0.5 for a tie, and `reason`."""
+    verdict = last_object(answer)
+    better = _value(verdict, "better")
+    # `True == 1` in Python, but it names no response.
+    if isinstance(better, bool) or better not in (1, 2, "tie"):
+        raise BadResult(f'gave {_quoted(better)} as the better response, not 1, 2 or "tie"')
+    return {"won": {1: 1.0, 2: 0.0, "tie": 0.5}[better], "reason": _reason(verdict)}  # type: ignore[index]
+
+
+def order_of(answer: str, count: int) -> Judgement:
+    """Return `order`, the positions of `count` responses from best to worst, from 0, and `reason`."""
+    verdict = last_object(answer)
+    order = _value(verdict, "order")
+    if not isinstance(order, list) or not _are_numbered(order, count):
+        raise BadResult(f"gave the order {_quoted(order)}, not each of 1 to {count} once")
+    return {"order": [number - 1 for number in order], "reason": _reason(verdict)}
+
+
+def _value(verdict: Mapping[str, object], name: str) -> object:
     if name not in verdict:
-        raise BadResult(f"gave a verdict without {name!r}: {in_one_line(json.dumps(verdict))}")
-    value = verdict[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadResult(f"gave the {name} {in_one_line(json.dumps(value))}, not a number")
-    if not ends[0] <= value <= ends[1]:
-        raise BadResult(f"gave the {name} {value:g}, outside {ends[0]:g} to {ends[1]:g}")
-    return float(value)
+        raise BadResult(f"gave a verdict without {name!r}: {_quoted(verdict)}")
+    return verdict[name]
 
 
-def text_in(verdict: Mapping[str, object], name: str) -> str:
-    """Return a text from a verdict, "" if there is none. Raises BadResult if it is no text."""
-    text = verdict.get(name, "")
-    if not isinstance(text, str):
-        raise BadResult(f"gave the {name} {in_one_line(json.dumps(text))}, not a text")
-    return text
+def _are_numbered(values: Sequence[object], count: int) -> bool:
+    """Return whether the values are the integers 1 to `count`, in any order."""
+    # `True == 1` in Python.
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return len(numbers) == len(values) and sorted(numbers) == list(range(1, count + 1))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _reason(verdict: Mapping[str, object]) -> str:
+    reason = verdict.get("reason", "")
+    if not isinstance(reason, str):
+        raise BadResult(f"gave the reason {_quoted(reason)}, not a text")
+    return reason
+
+
+def _quoted(value: object) -> str:
+    return in_one_line(json.dumps(value))

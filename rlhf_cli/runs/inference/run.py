@@ -209,6 +209,8 @@ def settings_identity(
         "judges": bool(reward.judge),
         "judge_model": reward.judge_model,
         "judge_weight": reward.judge_weight,
+        "judge_method": reward.judge_method,
+        "judge_rubric_key": reward.judge_rubric_key,
         "judge_score_range": reward.judge_score_range,
         "judge_args": reward.judge_args,
         JUDGE_TEMPLATE: judge_template_hash(reward),

@@ -79,6 +79,15 @@ def _check_groups(config: OnlineConfig, estimator: Estimator) -> None:
         )
     if num_samples == 1 and any(call.name == "length" for call in config.reward.rewards):
         raise UsageError("--reward_funcs length compares responses to the same prompt: raise --n_samples_per_prompt")
+    if not config.reward.compares_responses:
+        return
+    compares = f"--judge_method {config.reward.judge_method} compares responses to the same prompt"
+    if num_samples == 1:
+        raise UsageError(f"{compares}: raise --n_samples_per_prompt")
+    if estimator.greedy:
+        raise UsageError(f"{compares}, but {estimator.name} also needs the reward of a single greedy response")
+    if config.evaluation.eval_dataset is not None and config.evaluation.eval_n_samples_per_prompt == 1:
+        raise UsageError(f"{compares}: raise --eval_n_samples_per_prompt, and set --eval_temperature above 0")
 
 
 def _check_shaping(config: OnlineConfig, estimator: Estimator) -> None:

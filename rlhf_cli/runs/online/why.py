@@ -21,7 +21,9 @@ from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.replay import WhyGroup
 from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.judge.judge import judgement_line
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
+from rlhf_cli.runs.data_view import visible
 from rlhf_cli.runs.online.explained import (
     Explained,
     located,
@@ -130,6 +132,7 @@ def _rewards(explained: Explained) -> Iterator[str]:
     yield "Reward"
     for name, value in score.parts.items():
         yield f"  {name}: {number(value)} x weight {number(weights.get(name, 1.0))}"
+    yield from (f"    judge: {visible(judgement_line(judgement))}" for judgement in score.judgements)
     reason = f": {score.detail}" if score.detail else ""
     yield f"  score {number(float(score.value or 0.0))}, {score.status}{reason}"
     shaped = float(explained.experience.rewards_B[explained.number])

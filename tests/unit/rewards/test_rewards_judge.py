@@ -15,7 +15,7 @@ from server_requests import request
 
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.rewards.judge.template import FIELDS, filled, read_template
+from rlhf_cli.rewards.judge.template import filled, read_template
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import state
 from rlhf_cli.rewards.scorer import Scorer
@@ -99,7 +99,7 @@ def test_a_template_selects_what_the_judge_sees(server, tmp_path):
 
 def test_messages_are_shown_with_their_roles(server):
     row = json.dumps({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]})
-    turns = ({"role": "assistant", "content": "call"}, {"role": "tool", "content": "22"})
+    turns: tuple[dict[str, object], ...] = ({"role": "assistant", "content": "call"}, {"role": "tool", "content": "22"})
     judged(config(server), replace(request("x"), row=row, messages=turns))
     question = question_in(server.asked[0])
     assert part_of(question, "prompt") == "system: Be brief.\n\nuser: Hi"
@@ -258,11 +258,11 @@ def test_what_is_wrong_with_a_judge_is_said_before_anything_starts(server):
     server.health = (404, b"", {})
     assert refused(lambda: Scorer(config(server))) == f"--judge {server.base} lists no models: set --judge_model"
     with Scorer(config(server, judge_model="a")) as scorer:
-        assert scorer.try_judge(request("x")) == ""
+        assert scorer.try_judge([request("x")]) == ""
         server.answer = lambda _: says("hm")
-        assert scorer.try_judge(request("x")).endswith("gave no verdict in JSON: hm; such a reward counts as failed")
+        assert scorer.try_judge([request("x")]).endswith("gave no verdict in JSON: hm; such a reward counts as failed")
         server.answer = lambda _: (404, b'{"error": {"message": "no model a"}}', {})
-        assert refused(lambda: scorer.try_judge(request("x"))) == (
+        assert refused(lambda: scorer.try_judge([request("x")])) == (
             f"--judge: judge {server.base} returned status 404: no model a"
         )
 
@@ -271,15 +271,18 @@ def test_what_is_wrong_with_a_judge_is_said_before_anything_starts(server):
     ("text", "said"),
     [
         (None, "cannot be read"),
-        ("Is it good?", "has no {response}, so the judge would not see what it judges"),
-        ("{response} {reply}", "unknown field {reply}; fields are {prompt}, {response}, {label} and {row.COLUMN}"),
+        ("Is it good?", "has no {response}, which --judge_method pointwise judges by"),
+        (
+            "{response} {reply}",
+            "unknown field {reply}; fields of --judge_method pointwise are {prompt}, {label}, {response} and {row.",
+        ),
     ],
 )
 def test_bad_templates_are_refused(tmp_path, text, said):
     file = tmp_path / "template.txt"
     if text is not None:
         file.write_text(text)
-    assert said in refused(lambda: read_template(str(file), FIELDS, needed="response"))
+    assert said in refused(lambda: read_template(str(file), "pointwise"))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +296,11 @@ def test_bad_templates_are_refused(tmp_path, text, said):
         ({"judge": ["http://a/v1"], "judge_args": '{"stream": true}'}, "'stream' is set by the program"),
         ({"judge": ["http://a/v1"], "judge_score_range": (5, 5)}, "5 5 is no range"),
         ({"judge_weight": 2.0}, "judge_weight needs --judge"),
+        ({"judge": ["http://a/v1"], "judge_rubric_key": "x"}, "judge_rubric_key needs --judge_method rubric"),
+        (
+            {"judge": ["http://a/v1"], "judge_method": "pairwise", "judge_score_range": (1, 5)},
+            "judge_score_range has no effect with judge_method pairwise",
+        ),
     ],
 )
 def test_bad_settings_are_refused(settings, said):

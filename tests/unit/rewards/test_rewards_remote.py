@@ -308,7 +308,7 @@ def test_closing_ends_the_thread_and_lets_nobody_wait(server):
 
 
 def test_a_defect_is_logged_and_lets_nobody_wait(server, caplog):
-    def broken(*given: object, **settings: object) -> None:
+    async def broken(*given: object, **settings: object) -> list[ItemOutcome]:
         raise ZeroDivisionError("a defect")
 
     wire = replace(REWARD_SERVERS, post=broken)
