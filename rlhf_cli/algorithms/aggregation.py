@@ -22,10 +22,14 @@ _MAX_SUFFIX = "_max"
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Optimizer step size over all micro-batches and ranks: trained tokens and sequences."""
+    """Optimizer step size over all micro-batches and ranks: trained tokens and sequences.
+
+    `step` counts optimizer steps from 1; None in an evaluation.
+    """
 
     num_tokens: int
     num_sequences: int
+    step: int | None = None
 
 
 def token_mean(values_K: Tensor, totals: StepTotals) -> Tensor:

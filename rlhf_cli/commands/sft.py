@@ -3,6 +3,7 @@
 from rlhf_cli.commands.offline import NEVER_OFFLINE, PROMPT_SHARING, OfflineConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.sft import SFTLossConfig
 from rlhf_cli.config.train import BatchConfig
 
 
@@ -19,4 +20,5 @@ class SFTConfig(OfflineConfig):
 
     data: DataConfig
     pictures: PicturesConfig = PicturesConfig()
+    objective: SFTLossConfig = SFTLossConfig()
     batch: BatchConfig = BatchConfig(max_epochs=2)

@@ -14,6 +14,8 @@ from rlhf_cli.errors import UsageError
 
 NUMBERS = pa.list_(pa.int32())
 """Column of token IDs or bounds."""
+FRACTIONS = pa.list_(pa.float32())
+"""Column of loss weights."""
 _KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
 """Report fields known before rows are read."""
 _MAX_NOTED = 5
@@ -27,6 +29,7 @@ COUNTED = {
     "dropped_equal": "dropped as equal within max_len",
     "merged_starts": "with leading white space that carries no loss",
     "unthought_turns": "earlier turns without the thought they had, which the chat template drops",
+    "weighted_rows": "with a loss weight other than 0 and 1",
     "marked_rows": "with text that a mark leaves out of the loss",
     "inlined_thoughts": "turns whose reasoning_content became <think> text, as no chat template reads it",
 }
@@ -68,6 +71,7 @@ class DataReport:
     unthought_turns: int = 0
     inlined_thoughts: int = 0
     marked_rows: int = 0
+    weighted_rows: int = 0
     largest_token: int = -1
     largest_token_at: str = ""
     control_rows: int = 0

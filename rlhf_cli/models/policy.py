@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import packed_length
 from rlhf_cli.models.compat import attention_name
+from rlhf_cli.models.embedding_noise import EmbeddingNoise
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 from rlhf_cli.models.logprobs import token_logprobs
@@ -43,6 +44,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, *, replays_routing: bool = False) -> None:
         self._decoder = model.get_decoder()
+        self._embed = model.get_input_embeddings()
         self._tower = tower_of(model)
         self._last_mlp = LastMLP(self._decoder)
         self._has_mixers = bind_mixers(self._decoder)
@@ -55,10 +57,10 @@ class Decoder:
         if replays_routing:
             ExpertChoice(self._decoder)
 
-    def __call__(self, part: Part, *, real: PackLike) -> torch.Tensor:
+    def __call__(self, part: Part, *, real: PackLike, noise: EmbeddingNoise | None = None) -> torch.Tensor:
         """Return hidden states [k, D] of the part's targets, after the final norm and before any head.
 
-        `real` is the pack before filler was added.
+        `real` is the pack before filler was added. `noise` is added to the embeddings.
         """
         pack = part.pack
         if self._longest is not None and real.position_ids_T.numel():
@@ -66,7 +68,7 @@ class Decoder:
         records_routers = self.routers is not None and self.routers.is_on
         with self._spared(part):
             output = self._decoder(
-                **self._inputs(part),
+                **self._inputs(part, noise),
                 # A KV cache would keep the keys and values of all layers.
                 use_cache=False,
                 **part.runs.as_arguments(),
@@ -83,18 +85,21 @@ class Decoder:
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, part.rows_k)
 
-    def _inputs(self, part: Part) -> dict[str, object]:
+    def _inputs(self, part: Part, noise: EmbeddingNoise | None) -> dict[str, object]:
         """Return tokens and positions, or embeddings and positions for a vision-language model."""
         pack = part.pack
+        noise_TD = None if noise is None else noise.of(pack, dimension=self._embed.embedding_dim)
         if self._tower is not None:
             assert part.shards is None, "ranks do not share sequences of vision-language models"
-            return self._tower.decoder_inputs(pack)
+            return self._tower.decoder_inputs(pack, noise_TD)
         if pack.pictures is not None:
             raise UsageError("a text model cannot read images: use a vision-language model")
-        return {
-            "input_ids": pack.input_ids_T[part.tokens][None],
-            "position_ids": pack.position_ids_T[part.tokens][None],
-        }
+        token_ids_1t, position_ids_1t = pack.input_ids_T[part.tokens][None], pack.position_ids_T[part.tokens][None]
+        if noise_TD is None:
+            return {"input_ids": token_ids_1t, "position_ids": position_ids_1t}
+        embedded_1tD = self._embed(token_ids_1t)
+        noised_1tD = embedded_1tD + noise_TD[part.tokens].to(embedded_1tD.dtype)
+        return {"inputs_embeds": noised_1tD, "position_ids": position_ids_1t}
 
     def _experts(self, part: Part) -> dict[str, object]:
         """Return the experts to replay in the layers."""
@@ -203,9 +208,14 @@ class PolicyModel(LanguageModel):
     """A language model that returns log-probs for the trained tokens in a pack."""
 
     def forward(
-        self, pack: PackLike, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        pack: PackLike,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        noise: EmbeddingNoise | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return target log-probs, float32 [K], and entropies [K] if requested.
+        """Return target log-probs, float32 [K], and entropies [K] if requested. `noise` is added to the embeddings.
 
         Only hidden states that predict a target are projected, plus a few with filler. Without targets the results are
         empty, and backward gives every parameter a zero gradient.
@@ -224,7 +234,7 @@ class PolicyModel(LanguageModel):
                 transform=head.transform,
             )
 
-        logprobs, entropies = self.head(self._decoder(part, real=pack), compute)
+        logprobs, entropies = self.head(self._decoder(part, real=pack, noise=noise), compute)
         num_targets = pack.targets_K.numel()
         return part.whole(logprobs)[:num_targets], None if entropies is None else part.whole(entropies)[:num_targets]
 

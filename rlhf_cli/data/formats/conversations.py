@@ -44,7 +44,7 @@ class Message:
     `reasoning` is the assistant's reasoning, if stored separately from the content. `pictures` are images as in the
     row, one per `MARK` in the content (`pictures/marks`).
 
-    Loss markers (`formats/marks`) do not affect equality: `is_trained` is False for a turn without loss, `left_out` are
+    Loss markers (`formats/marks`) do not affect equality: `loss_weight` multiplies the loss of a turn, `left_out` are
     character ranges without loss, and `unread` are unknown keys that may be markers.
     """
 
@@ -55,7 +55,7 @@ class Message:
     name: str | None = None
     reasoning: str = ""
     pictures: tuple[object, ...] = ()
-    is_trained: bool = field(default=True, compare=False)
+    loss_weight: float = field(default=1.0, compare=False)
     left_out: tuple[Span, ...] = field(default=(), compare=False)
     unread: tuple[str, ...] = field(default=(), compare=False)
 
@@ -167,7 +167,7 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
 
 def unmarked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Remove loss markers from prompt messages, which are not trained in any case."""
-    return tuple(replace(message, is_trained=True, left_out=()) for message in messages)
+    return tuple(replace(message, loss_weight=1.0, left_out=()) for message in messages)
 
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:

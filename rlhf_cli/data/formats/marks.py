@@ -1,5 +1,5 @@
-"""Loss markers from other tools, which exclude a turn, part of its text, or a row from the loss: one table for all
-commands.
+"""Loss markers from other tools, which exclude a turn, part of its text, or a row from the loss, or weight it: one
+table for all commands.
 
 A marker is applied or rejected, never ignored; otherwise, text marked "do not train" would be trained.
 """
@@ -31,6 +31,8 @@ MARKS = {
 """Known markers; True if 1 (or true) means trained, False if it means excluded. OpenAI uses `weight`, Axolotl `train`
 and `training`, ms-swift `loss` and `loss_scale`, verl and LLaMA-Factory `loss_mask`, torchtune `masked`.
 """
+_WEIGHTS = {"weight", "loss_weight", "sample_weight", "loss_scale"}
+"""Markers whose value may also be a weight: a number of at least 0 that multiplies the loss of the turn."""
 _DETAIL = "train_detail"
 """Axolotl's character ranges with and without loss; both offsets are inclusive."""
 _MASK_HISTORY = "mask_history"
@@ -46,31 +48,32 @@ _SEVERAL = re.compile(r"[\[(]?\s*(?:[01]|true|false)(?:[\s,;]+(?:[01]|true|false
 """Several markers in one string."""
 
 
-def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
-    """Return whether the markers of a message or row enable loss: None without markers, False if one excludes it.
+def _weight_of(row: Row, where: str, entry: Mapping[str, Any]) -> float | None:
+    """Return the product of a message's markers: None without markers, 0 if one excludes it.
 
     Raises:
         RowFault: a marker has an unsupported value.
     """
     # A null cell is no marker: tables fill missing columns with nulls.
-    found = [_is_trained(row, where, key, entry[key]) for key in MARKS if entry.get(key) is not None]
-    return all(found) if found else None
+    found = [_weight(row, where, key, entry[key]) for key in MARKS if entry.get(key) is not None]
+    return math.prod(found) if found else None
 
 
-def _is_trained(row: Row, where: str, key: str, value: object) -> bool:
+def _weight(row: Row, where: str, key: str, value: object) -> float:
     number = _number(value)
     if key == _EITHER_WAY and not isinstance(value, bool):
         raise row.error(
             f"{where} has {key} {value!r:.40}, which some tools exclude and others train: rename it to "
             "loss_mask (1 trains) or masked (1 excludes)"
         )
-    # Weights between 0 and 1 would need a weighted loss, so reject instead of rounding.
+    if key in _WEIGHTS and number is not None and number >= 0:
+        return number
     if number not in (0, 1):
+        expected = "a number from 0" if key in _WEIGHTS else "1 or 0, true or false; other weights belong in `weight`"
         raise row.error(
-            f"{where} has {key} {value!r:.40}, but loss weights are not supported: use 1 or 0, true or false; drop "
-            f"{key}, or rename it if it is not a loss marker"
+            f"{where} has {key} {value!r:.40}, expected {expected}: drop {key}, or rename it if it is not a loss marker"
         )
-    return bool(number) == MARKS[key]
+    return float(bool(number) == MARKS[key])
 
 
 def _number(value: object) -> float | None:
@@ -86,8 +89,8 @@ def _number(value: object) -> float | None:
 
 def marks_of_message(
     row: Row, number: int, role: Role, entry: Mapping[str, Any], *, text_key: str, length: int, has_more: bool
-) -> tuple[bool, tuple[Span, ...]]:
-    """Return whether message `number` is trained, and the excluded ranges of its content with `length` characters.
+) -> tuple[float, tuple[Span, ...]]:
+    """Return the loss weight of message `number`, and the excluded ranges of its content with `length` characters.
 
     The content under `text_key` is text or parts with optional markers. A message that `has_more` (calls or reasoning)
     is trained on these even if all its content is excluded.
@@ -96,27 +99,35 @@ def marks_of_message(
         RowFault: a marker enables loss on a non-assistant message, or cannot be applied.
     """
     where = f"message {number}"
-    found = is_trained(row, where, entry)
+    found = _weight_of(row, where, entry)
     detail = records(entry.get(_DETAIL))
     # Reject instead of ignoring: the user expects loss on this message.
     if role != "assistant":
         if found or _asks_for_loss(detail):
             key = _DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
             raise row.error(f"{where} from {role} has {key} {entry[key]!r:.40}, but only assistant turns are trained")
-        return True, ()
+        return 1.0, ()
     is_out = _by_detail(row, where, detail, length) if detail else [False] * length
     parts = entry.get(text_key)
     if isinstance(parts, list):
         # A character is excluded if any marker excludes it.
         is_out = [old or new for old, new in zip(is_out, _by_part(row, where, parts), strict=True)]
     if all(is_out) and is_out and not has_more:
-        return False, ()
-    return found is not False, runs_of(is_out)
+        return 0.0, ()
+    return 1.0 if found is None else found, runs_of(is_out)
 
 
 def _by_part(row: Row, where: str, parts: list[Any]) -> list[bool]:
     """Return for each character of multi-part content whether its part is excluded."""
-    return [out for part in parts for out in [is_trained(row, where, part) is False] * len(part["text"])]
+    is_out: list[bool] = []
+    for part in parts:
+        weight = _weight_of(row, where, part)
+        if weight not in (None, 0, 1):
+            raise row.error(
+                f"{where} has a part with the loss weight {weight:g}: parts are trained or excluded (1 or 0)"
+            )
+        is_out += [weight == 0] * len(part["text"])
+    return is_out
 
 
 def _asks_for_loss(detail: object) -> bool:
@@ -186,22 +197,22 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
     not markers.
     """
     _refuse_unknown_columns(row, used)
-    kept = [True] * len(messages)
+    weights = [1.0] * len(messages)
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     for key, value in _marks_of_row(row, used).items():
         if isinstance(value, list):
-            # Several columns must all enable loss.
-            shown = _by_message(row, key, value, messages)
-            kept = [old and new for old, new in zip(kept, shown, strict=True)]
-        elif not _is_trained(row, "the row", key, value):
-            kept = [False] * len(messages)
+            factors = _by_message(row, key, value, messages)
+        else:
+            factors = [_weight(row, "the row", key, value)] * len(messages)
+        # Several columns must all enable loss.
+        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     # Applied last, because it overrides the other markers.
     history = _number(row.get(_MASK_HISTORY)) if _MASK_HISTORY not in used else None
     if history:
-        kept = [is_kept and place == answers[-1] for place, is_kept in enumerate(kept)]
+        weights = [weight if place == answers[-1] else 0.0 for place, weight in enumerate(weights)]
     return tuple(
-        message if kept[place] or message.role != "assistant" else replace(message, is_trained=False)
-        for place, message in enumerate(messages)
+        replace(message, loss_weight=message.loss_weight * weight) if message.role == "assistant" else message
+        for message, weight in zip(messages, weights, strict=True)
     )
 
 
@@ -216,8 +227,8 @@ def _refuse_unknown_columns(row: Row, used: Collection[str]) -> None:
             )
 
 
-def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message, ...]) -> list[bool]:
-    """Return a flag per message; flags of non-assistant messages are ignored."""
+def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message, ...]) -> list[float]:
+    """Return a weight per message; those of non-assistant messages are ignored."""
     every = list(range(len(messages)))
     spoken = [place for place in every if messages[place].role != "system"]
     answers = [place for place in every if messages[place].role == "assistant"]
@@ -228,11 +239,11 @@ def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message
             f"column {key!r} has {len(value)} markers, but the row has {len(messages)} messages, {len(answers)} "
             "of them from the assistant: use one per message or per assistant turn"
         )
-    kept = [True] * len(messages)
+    weights = [1.0] * len(messages)
     for place, mark in zip(places, value, strict=True):
         if messages[place].role == "assistant" and mark is not None:
-            kept[place] = _is_trained(row, f"message {place + 1}", key, mark)
-    return kept
+            weights[place] = _weight(row, f"message {place + 1}", key, mark)
+    return weights
 
 
 def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
@@ -255,21 +266,21 @@ def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
 
 
 def fault_of_row_marks(row: Row, used: Collection[str] = ()) -> str | None:
-    """Return why a row is unusable for commands that cannot exclude turns, or None if its columns exclude nothing."""
+    """Return why a row is unusable for commands that cannot weight turns, or None if all its weights are 1."""
     for key, value in _marks_of_row(row, used).items():
         marks = value if isinstance(value, list) else [value]
-        if not all(_is_trained(row, "the row", key, mark) for mark in marks if mark is not None):
+        if any(_weight(row, "the row", key, mark) != 1 for mark in marks if mark is not None):
             return f"column {key!r} is {value!r:.40}: {_ONLY_SFT}"
     return None
 
 
 _ONLY_SFT = (
-    "this marker excludes text from the loss, which only sft, distill and gkd support, in conversations; drop the row, "
-    "or the marker to train on all text"
+    "this marker excludes text from the loss or weights it, which only sft, distill and gkd support (other weights "
+    "than 0 and 1 only sft), in conversations; drop the row, or the marker to train on all text"
 )
 
 
 def fault_of_marks(trained: tuple[Message, ...]) -> str | None:
     """Return the error if a marker excludes part of these turns from the loss, or None."""
-    marked = any(message.role == "assistant" and (message.left_out or not message.is_trained) for message in trained)
+    marked = any(m.role == "assistant" and (m.left_out or m.loss_weight != 1) for m in trained)
     return f"an assistant turn is marked: {_ONLY_SFT}" if marked else None

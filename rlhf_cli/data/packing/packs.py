@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_cli.data.packing.loss_weights import WEIGHTS, joined_weights
 from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures
 from rlhf_cli.data.packing.routed_experts import joined_experts
 from rlhf_cli.errors import UsageError
@@ -36,7 +37,7 @@ class TokenSequence:
     - `pictures`: images in token order; none of their tokens is a target.
     - `columns`: float32 `[K]` by name, one value per target: `rollout_logprobs`, `advantages`, `old_logprobs` and
       `ROLE_logprobs` of KL terms for the policy, `old_values` and `returns` for the critic, `labels` for a process
-      reward model. Empty for a forward pass.
+      reward model, `weights` for rows with loss weights. Empty for a forward pass.
     - `routed_experts`: experts that the rollout engine chose for the first n tokens, uint8 or uint16 `[n, layers,
       top_k]`; None without routing replay.
     - `stored`: place of `token_ids` in the object store that ranks read (`backends/roles/serialization.py`); None if
@@ -100,6 +101,7 @@ class Pack:
     - `cu_seqlens` [S + 1]: bounds of runs that attend together: sequences, or with `keys` prefixes and continuations
       (`pack_trees`).
     - `routed_experts`: experts to replay, int16 [T, layers, top_k], -1 where the router chooses; None without replay.
+    - `weights_K`: loss weights of the targets, float32; None if all are 1.
     - `host`: the same pack in host memory, if this one is on a GPU. Positions are computed from it without waiting for
       the GPU.
 
@@ -121,6 +123,7 @@ class Pack:
     keys: KeyBounds | None = None
     pictures: PackPictures | None = None
     routed_experts: torch.Tensor | None = None
+    weights_K: torch.Tensor | None = None
     host: "Pack | None" = None
 
     @property
@@ -168,6 +171,7 @@ def pack(sequences: list[TokenSequence]) -> Pack:
         cu_trained=torch.from_numpy(cu_trained.astype(np.int64)),
         pictures=_pictures_of(sequences),
         routed_experts=joined_experts([(len(sequence), sequence.routed_experts) for sequence in sequences]),
+        weights_K=joined_weights([(sequence.num_trained, sequence.columns.get(WEIGHTS)) for sequence in sequences]),
     )
 
 

@@ -246,7 +246,7 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
     reasoning = _reasoning(row, number, role, entry)
-    is_trained, left_out = marks_of_message(
+    loss_weight, left_out = marks_of_message(
         row,
         number,
         role,
@@ -262,7 +262,7 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
         calls,
         reasoning=reasoning,
         pictures=pictures,
-        is_trained=is_trained,
+        loss_weight=loss_weight,
         left_out=left_out,
         unread=unread,
         **named,

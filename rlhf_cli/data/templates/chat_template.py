@@ -37,6 +37,7 @@ class Rendered:
     - `num_unthought`: turns with reasoning removed by the template, which happens before the last turn.
     - `num_inlined`: turns with `reasoning` moved to the content.
     - `left_out`: characters in the spans excluded by loss markers.
+    - `weights`: loss weight of each span; () if all are 1.
     """
 
     text: str
@@ -45,6 +46,7 @@ class Rendered:
     num_unthought: int = 0
     num_inlined: int = 0
     left_out: tuple[Span, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 class ChatTemplate:

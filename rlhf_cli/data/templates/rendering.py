@@ -80,9 +80,11 @@ class Renderer:
         _refuse_tools(example)
         whole = response.with_reasoning_in_text()
         answer = replace(_whole(whole.content), num_inlined=int(bool(response.reasoning)), left_out=whole.left_out)
-        if not response.is_trained:  # without a span, EOS is not trained either
+        if response.loss_weight != 1:
+            answer = replace(answer, weights=(response.loss_weight,) * len(answer.spans))
+        if response.loss_weight == 0:  # without a span, EOS is not trained either
             # Mark the answer as excluded, so that it is counted as such.
-            answer = replace(answer, spans=(), left_out=((0, len(answer.text)),))
+            answer = replace(answer, spans=(), weights=(), left_out=((0, len(answer.text)),))
         return Pieces((Rendered(self._around(tuple(before)), (), None), answer), plain=True)
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
@@ -111,16 +113,19 @@ def in_input_template(text: str, input_template: str | None) -> str:
 
 
 def _with_marks(rendered: Rendered, messages: tuple[Message, ...]) -> Rendered:
-    """Add the characters excluded by loss markers: full turns, or parts of their content."""
+    """Add the loss weights of turns, and the characters excluded by markers: full turns, or parts of their content."""
     answers = [message for message in messages if message.role == "assistant"]
     left_out: list[Span] = []
     for (start, stop), answer in zip(rendered.spans, answers, strict=True):
-        if not answer.is_trained:
+        if answer.loss_weight == 0:
             left_out.append((start, stop))
         elif answer.left_out:
             place = _place_of(answer.content, rendered.text, start, stop)
             # Clip to the turn, because the content may extend beyond the trained span.
             left_out += [(max(place + begin, start), min(place + end, stop)) for begin, end in answer.left_out]
+    weights = tuple(answer.loss_weight for answer in answers)
+    if any(weight not in (0, 1) for weight in weights):
+        rendered = replace(rendered, weights=weights)
     return replace(rendered, left_out=tuple(left_out)) if left_out else rendered
 
 

@@ -40,7 +40,7 @@ def check_token_ids(
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token IDs of a sequence; `spans` are the trained ranges.
+    """Token IDs of a sequence; `spans` are the trained ranges, `weights` their loss weights, () if all are 1.
 
     - `merged`: leading white space of an assistant's text shares a token with the template, which is not trained.
     - `num_unthought`: turns with reasoning removed by the template.
@@ -56,6 +56,7 @@ class Tokens:
     num_inlined: int = 0
     pictures: tuple[StandingPicture, ...] = ()
     left_out: tuple[Span, ...] = ()
+    weights: tuple[float, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -71,18 +72,20 @@ class Tokens:
         stop = next((picture.start for picture in self.pictures if picture.start < max_len < picture.stop), max_len)
         pictures = tuple(picture for picture in self.pictures if picture.stop <= stop)
         spans = [(start, min(end, stop)) for start, end in self.spans if start < stop]
-        return replace(self, ids=self.ids[:stop], spans=spans, pictures=pictures)
+        return replace(self, ids=self.ids[:stop], spans=spans, pictures=pictures, weights=self.weights[: len(spans)])
 
     def without_left_out(self) -> "Tokens":
         """Exclude tokens from the loss as set by loss markers."""
         if not self.left_out:
             return self
         out = {place for start, stop in self.left_out for place in range(start, stop)}
-        spans = []
-        for start, stop in self.spans:
+        spans: list[Span] = []
+        weights: list[float] = []
+        for number, (start, stop) in enumerate(self.spans):
             runs = runs_of([place not in out for place in range(start, stop)])
             spans += [(start + begin, start + end) for begin, end in runs]
-        return replace(self, spans=spans)
+            weights += self.weights[number : number + 1] * len(runs)
+        return replace(self, spans=spans, weights=tuple(weights))
 
     def all_trained(self) -> "Tokens":
         """Train all tokens except the first and images, if any token was trained."""
@@ -178,6 +181,7 @@ class Tokeniser:
     def _joined(self, pieces: Pieces, encodings: Iterator[Encoding]) -> Tokens | TemplateFault:
         ids: list[int] = []
         spans: list[Span] = []
+        weights: list[float] = []
         merged = False
         left_out: list[Span] = []
         for piece, encoding in zip(pieces.texts, encodings, strict=False):
@@ -186,6 +190,7 @@ class Tokeniser:
             except TemplateFault as fault:
                 return fault
             spans += [(start + len(ids), stop + len(ids)) for start, stop in part.spans]
+            weights += piece.weights
             left_out += [(start + len(ids), stop + len(ids)) for start, stop in self._left_out(piece, part)]
             ids += part.ids
             merged |= part.merged
@@ -194,10 +199,13 @@ class Tokeniser:
             left_out = [(start + shift, stop + shift) for start, stop in left_out]
             ids, spans = self._closed(ids, spans)
         # The first token is never a target: nothing predicts it.
+        # Only the first span may consist of it.
+        weights = weights[sum(stop <= 1 for _, stop in spans) :]
         spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
         num_unthought = sum(piece.num_unthought for piece in pieces.texts)
         num_inlined = sum(piece.num_inlined for piece in pieces.texts)
-        return Tokens(ids, spans, merged, num_unthought, num_inlined, left_out=tuple(left_out))
+        weighted = tuple(weights)
+        return Tokens(ids, spans, merged, num_unthought, num_inlined, left_out=tuple(left_out), weights=weighted)
 
     def _left_out(self, piece: Rendered, part: Tokens) -> list[Span]:
         """Return the tokens excluded by loss markers: those of full turns, and those with any excluded character.

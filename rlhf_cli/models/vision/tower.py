@@ -72,11 +72,16 @@ class VisionTower:
         inputs, dtype = self._processing.inputs_of(picture.pixels), self._embed.weight.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
-    def decoder_inputs(self, pack: PackLike) -> dict[str, object]:
-        """Return decoder arguments for the tokens in a pack, except sequence boundaries."""
+    def decoder_inputs(self, pack: PackLike, noise_TD: torch.Tensor | None = None) -> dict[str, object]:
+        """Return decoder arguments for the tokens in a pack, except sequence boundaries.
+
+        `noise_TD` is added to the embeddings of text.
+        """
         pictures = pack.pictures
         features = self._features(pictures.pictures if pictures else (self._blank,)) if self._runs_for(pack) else None
         embedded_TD = self._embed(pack.input_ids_T)
+        if noise_TD is not None:
+            embedded_TD = embedded_TD + noise_TD.to(embedded_TD.dtype)
         positions = {"position_ids": self._positions(pack)}
         if features is None:
             return {"inputs_embeds": embedded_TD[None], **positions}

@@ -20,7 +20,7 @@ from rlhf_cli.runs.pictured_roles import check_role_pictures
 from rlhf_cli.runs.run_identity import model_identity, supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
-from rlhf_cli.trainers.offline.sft import SequenceItems
+from rlhf_cli.trainers.offline.sft import unweighted_items
 
 
 def distill_task(config: DistillConfig) -> OfflineTask:
@@ -37,7 +37,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         pictures=config.pictures,
         trust_remote_code=source.trust_remote_code,
     )
-    items = load_items(config, SEQUENCES, config.data, model, SequenceItems)
+    items = load_items(config, SEQUENCES, config.data, model, unweighted_items)
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:

@@ -35,8 +35,9 @@ from rlhf_cli.runs.run_directory import NOT_REPEATED, recorded_config, run_direc
 from rlhf_cli.tracking.sinks import read_metrics
 from rlhf_cli.tracking.tracker import SilentTracker
 from rlhf_cli.trainers.offline.loop import LoadedItems, Objective, Schedule, bind, train
+from rlhf_cli.trainers.offline.sft import SFTObjective
 
-_LOGPROB = "log-prob"
+_LOGPROB, _LOSS = "log-prob", "loss"
 _Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 _Pass: TypeAlias = tuple[Pack, _Outputs]
 """Micro-batch, and what the model returned for it."""
@@ -225,7 +226,11 @@ def _sequences(
     dealt = ready.share.deal(data, _batches(ready.config, data)[step - 1], ready.engine.token_limit)
     ((members, (pack, outputs)),) = [pair for pair in zip(dealt, seen, strict=True) if index in pair[0]]
     size, place = pack.num_sequences // len(members), members.index(index)
-    values = {name: tensor.detach().float().cpu().numpy() for name, tensor in _columns(outputs).items()}
+    columns, objective = _columns(outputs), ready.task.objective
+    # Without weights and dft, the loss is only the negative log-prob.
+    if isinstance(objective, SFTObjective) and (objective.loss != "nll" or pack.weights_K is not None):
+        columns[_LOSS] = objective.token_losses(columns[_LOGPROB], pack)
+    values = {name: tensor.detach().float().cpu().numpy() for name, tensor in columns.items()}
     cu, targets_K = pack.cu_trained.tolist(), pack.targets_K.cpu().numpy()
     spans = [slice(cu[number], cu[number + 1]) for number in range(place * size, (place + 1) * size)]
     return [
@@ -296,16 +301,20 @@ def _table(texts: list[str], columns: Mapping[str, list[float]], token: int | No
 
 
 def _part_of_mean(row: ExplainedRow, token: int | None) -> Iterator[str]:
-    """Yield the part of a mean negative log-likelihood per token, in nats."""
-    logprobs = row.sequences[0][1][_LOGPROB]
-    shown = logprobs if token is None else logprobs[token : token + 1]
-    total, num_tokens = float(-np.sum(shown)), row.metrics["num_tokens"]
+    """Yield the part of a mean loss per token, in nats."""
+    columns = row.sequences[0][1]
+    losses = np.array(columns[_LOSS]) if _LOSS in columns else -np.array(columns[_LOGPROB])
+    total, num_tokens = float(np.sum(losses if token is None else losses[token])), row.metrics["num_tokens"]
     part = total / num_tokens
     what = "row" if token is None else "token"
     yield (
-        f"  part of this {what} in the loss: -sum of log-probs / tokens of the step = {number(total)} / "
+        f"  part of this {what} in the loss: {_terms(columns)} / tokens of the step = {number(total)} / "
         f"{num_tokens:.0f} = {number(part)}, {part / row.metrics['loss']:.2%}"
     )
+
+
+def _terms(columns: Mapping[str, list[float]]) -> str:
+    return "sum of losses" if _LOSS in columns else "-sum of log-probs"
 
 
 def _texts(item: object) -> Iterator[tuple[str, list[int]]]:

@@ -12,7 +12,7 @@ from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.run_identity import supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
-from rlhf_cli.trainers.offline.sft import SequenceItems
+from rlhf_cli.trainers.offline.sft import unweighted_items
 from rlhf_cli.trainers.online.distilling import Mixture
 
 
@@ -39,7 +39,7 @@ def load_student_data(config: GKDConfig, model: ModelPlan, *, num_prompts: int) 
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
     from rlhf_cli.runs.offline.task import load_items  # imports DeepSpeed, which other drivers do not need
 
-    data = load_items(config, SEQUENCES, rows_config(config), model, SequenceItems).data.data
+    data = load_items(config, SEQUENCES, rows_config(config), model, unweighted_items).data.data
     return StudentData(
         Mixture(distillation.lmbda, data.items, size, config.batch.seed),
         {"Fixed responses": data.report.summary},

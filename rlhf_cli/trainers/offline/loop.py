@@ -7,7 +7,7 @@ step.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol
 
@@ -198,6 +198,7 @@ def train(
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with timer("data"):
             micro_batches, totals = share.micro_batches(data, batches[step - 1], engine.token_limit)
+            totals = replace(totals, step=step)
         # Run this on all ranks, even those without items: `prepare` may contain collectives.
         if hooks.prepare is not None:
             with timer("forward"):

@@ -303,9 +303,9 @@ BAD_ROWS = {
         said(("assistant", "A"), ("user", "Q")),
         "message 1 is from assistant at the start, expected system or user",
     ),
-    "weight 0.5": (
-        {"messages": [OPENAI[0], OPENAI[1] | {"weight": 0.5}]},
-        "message 2 has weight 0.5, but loss weights are not supported: use 1 or 0",
+    "weight -1": (
+        {"messages": [OPENAI[0], OPENAI[1] | {"weight": -1}]},
+        "message 2 has weight -1, expected a number from 0",
     ),
     "late system": (said(("user", "Q"), ("system", "S")), "message 2 is from system after user"),
     "unknown role": (said(("user", "Q"), ("narrator", "A")), "unknown role 'narrator'; known: system"),
@@ -328,8 +328,8 @@ def test_bad_row_is_named_by_file_and_line(name, tmp_path):
     [
         ({"prompt": "Q", "answer": ""}, "the response is empty"),
         (
-            {"prompt": "Q", "answer": [OPENAI[1] | {"weight": 0.5}]},
-            "message 1 has weight 0.5, but loss weights are not supported",
+            {"prompt": "Q", "answer": [OPENAI[1] | {"weight": -1}]},
+            "message 1 has weight -1, expected a number from 0",
         ),
         ({"prompt": "Q", "answer": None}, "column 'answer' is not text but null"),
         ({"prompt": None, "answer": "A"}, "column 'prompt' is not text but null"),

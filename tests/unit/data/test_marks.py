@@ -13,11 +13,13 @@ from chat_tokenizers import CHATML, GENERATION, make_tokenizer
 from template_settings import split_settings
 
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
+from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.data.preference_data import PAIRS, RESPONSES
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.step_data import STEPS
 from rlhf_cli.errors import UsageError
+from rlhf_cli.trainers.offline.sft import unweighted_items
 
 WHERE: dict[str, Any] = {"split": "train", "seed": 0}
 TURNS = [("user", "one"), ("assistant", "first answer"), ("user", "two"), ("assistant", "second answer")]
@@ -204,10 +206,12 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": talk({"weight": 0.5})}, "message 2 has weight 0.5, but loss weights are not supported"),
+        ({"messages": talk({"weight": -0.5})}, "message 2 has weight -0.5, expected a number from 0"),
+        ({"messages": talk({"loss_mask": 0.5})}, "message 2 has loss_mask 0.5, expected 1 or 0, .*belong in `weight`"),
+        ({"messages": talk({"loss_scale": [1.0, 0.5]})}, r"message 2 has loss_scale \[1.0, 0.5\], expected a number"),
         (
-            {"messages": talk({"loss_scale": [1.0, 0.5]})},
-            r"message 2 has loss_scale \[1.0, 0.5\], but loss",
+            {"messages": talk({"content": [{"type": "text", "text": "first answer", "weight": 0.5}]})},
+            "message 2 has a part with the loss weight 0.5",
         ),
         ({"messages": talk({"mask": 1})}, "message 2 has mask 1, which some tools exclude and others train"),
         ({"messages": talk({"train": True}, 0)}, "message 1 from user has train True, but only assistant turns"),
@@ -215,7 +219,11 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
         ({"messages": talk({"no_train": 1})}, "message 2 has 'no_train' 1, which looks like a mark"),
         ({"messages": talk({"train_detail": [{"begin_offset": 0, "end_offset": 12, "train": False}]})}, "0 to 11"),
         ({"messages": talk({"train_detail": "all"})}, "message 2 has train_detail 'all', expected"),
-        ({"messages": talk(), "weight": 0.5}, "the row has weight 0.5, but loss weights are not supported"),
+        ({"messages": talk(), "weight": "-1"}, "the row has weight '-1', expected a number from 0"),
+        (
+            {"text": "all of it", "weight": 0.5},
+            "column 'weight' is 0.5: this marker excludes text from the loss or weigh",
+        ),
         ({"messages": talk(), "loss_mask": [0, 1, 0]}, "column 'loss_mask' has 3 markers, but the row has 4 messages"),
         ({"messages": talk(), "assistant_masks": [0, 1]}, "column 'assistant_masks' is .*, which looks like a mark"),
         ({"messages": talk(), "loss_mask": "0 1"}, "column 'loss_mask' is '0 1', which is not a list"),
@@ -229,6 +237,53 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
 def test_a_mark_that_cannot_be_honoured_is_refused_by_name(row, reason, tmp_path) -> None:
     with pytest.raises(UsageError, match=f"line 1: .*{reason}"):
         trained(tmp_path, row)
+
+
+def weights_of(tmp_path, *rows, **settings) -> tuple[list[tuple[str, list[float]]], Any]:
+    """Return the trained text of each sequence with the weights of its tokens, [] without weights; and the report."""
+    path = written(tmp_path, *rows)
+    tokenizer = make_tokenizer(CHATML)
+    of_data, shown = split_settings(settings)
+    data = SEQUENCES.load(DataConfig(dataset=path, **of_data), tokenizer, dataset=path, template=shown, **WHERE)
+    texts = plain([tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.items])
+    return [(t, s.columns.get("weights", np.zeros(0)).tolist()) for t, s in zip(texts, data.items, strict=True)], data
+
+
+def test_weights_of_messages_and_rows_are_multiplied(tmp_path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": talk({"weight": 0.5})},
+        {"messages": talk({"weight": 0}), "loss_scale": 2.0},
+        {"messages": talk({"loss_weight": "0.25"}), "weight": 2},
+        {"messages": talk(), "sample_weight": [None, 0.5, None, 1]},
+        {"messages": talk({"weight": 1})},
+    ]
+    found, data = weights_of(tmp_path, *rows)
+    # "first answer" and "second answer" with their end of turn have as many tokens: n of 2 n.
+    n = len(found[0][1]) // 2
+    assert [text for text, _ in found] == [
+        "firstanswer|secondanswer|",
+        "secondanswer|",
+        *["firstanswer|secondanswer|"] * 3,
+    ]
+    first, second, third, fourth, fifth = (weights for _, weights in found)
+    assert (first, second) == ([0.5] * n + [1.0] * n, [2.0] * n)
+    assert (third, fourth, fifth) == ([0.5] * n + [2.0] * n, [0.5] * n + [1.0] * n, [])
+    assert "4 with a loss weight other than 0 and 1" in data.report.summary
+    assert pack(data.items[:2]).weights_K.tolist() == first + second
+    assert pack([data.items[4], data.items[1]]).weights_K.tolist() == [1.0] * (2 * n) + second
+    assert pack([data.items[4]]).weights_K is None
+    with pytest.raises(
+        UsageError, match=r"rows.jsonl line 1 has a loss weight other than 0 and 1, which only rlhf sft"
+    ):
+        unweighted_items(data)
+
+
+def test_the_end_of_a_plain_response_has_the_weight_of_its_text(tmp_path) -> None:
+    row = {"messages": talk()[:2], "weight": 0.5}
+    ((text, weights),), _ = weights_of(tmp_path, row, apply_chat_template=False)
+    assert text.startswith("firstanswer")
+    assert len(weights) > 2
+    assert set(weights) == {0.5}
 
 
 def test_pretrain_mode_and_a_mark_contradict_each_other(tmp_path) -> None:
@@ -263,7 +318,7 @@ def test_commands_that_cannot_leave_a_trained_turn_out_refuse_the_row(command, m
     pair = {"chosen": marked, "rejected": [marked[0], {"role": "assistant", "content": "worse"}]}
     path = written(tmp_path, {"messages": marked, "label": True} if command == "kto" else pair)
     with pytest.raises(
-        UsageError, match="marked: this marker excludes text from the loss, which only sft, distill and g"
+        UsageError, match="marked: this marker excludes text from the loss or weights it, which only sft, d"
     ):
         load(command, path)
 
