@@ -6,8 +6,9 @@ of pairs. Some losses couple the pairs in a step: `aot` sorts, `bco_pair` has a 
 changes neither loss nor gradient.
 
 Notation: `h_c = chosen - ref_chosen` and `h_r = rejected - ref_rejected` are log-ratios summed over tokens, and `d =
-h_c - h_r`; `|c|` and `|r|` are trained token counts; `s` is the logistic function. The caller adds the optional NLL
-term on chosen responses, because it is a token mean; only `orpo` includes an NLL term.
+h_c - h_r`; `|c|` and `|r|` are trained token counts; `s` is the logistic function. With another `f_divergence_type`
+than reverse KL, `f'(exp(h))` replaces `h` in the losses that read the setting (arXiv 2309.16240). The caller adds the
+optional NLL term on chosen responses, because it is a token mean; only `orpo` includes an NLL term.
 """
 
 import math
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlhf_cli.algorithms.aggregation import Metrics
+from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths
 from rlhf_cli.algorithms.reward_model import reward_metrics
 from rlhf_cli.config.plugins import is_target, load_target
-from rlhf_cli.config.preference import PAIR_LOSSES, StepConstant
+from rlhf_cli.config.preference import PAIR_LOSSES, FDivergence, StepConstant
 from rlhf_cli.errors import RunError
 
 # Replaces label smoothing 0 in exo_pair, which needs a target that is not one-hot. TRL uses this value on the EXO
@@ -31,6 +33,9 @@ _EXO_LABEL_SMOOTHING = 1e-3
 
 # Clamp log-probs to this value before computing odds: closer to 0, float32 odds have no usable gradient.
 _MAX_ODDS_LOGPROB = -1e-6
+
+_MAX_EXPONENT = 40.0
+"""Largest exponent in a score. ipo squares exp(40), which is 5e34 and near the largest float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class PreferenceSettings:
     - `simpo_gamma`: target reward margin between chosen and rejected response.
     - `discopop_tau`: blend temperature, at most 1; above 1 the loss grows exponentially.
     - `orpo_lambda`: odds-ratio weight relative to the NLL.
+    - `f_divergence_type`, `f_alpha_divergence_coef`: the divergence from the reference.
     """
 
     beta: float = 0.1
@@ -72,6 +78,8 @@ class PreferenceSettings:
     simpo_gamma: float = 0.5
     discopop_tau: float = 0.05
     orpo_lambda: float = 0.1
+    f_divergence_type: FDivergence = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
 
     def __post_init__(self) -> None:
         if not self.beta > 0.0:
@@ -113,7 +121,7 @@ def sigmoid_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
     DPO for e = 0 (arXiv 2305.18290, eq. 7), otherwise cDPO (ericmitchell.ai/cdpo.pdf, eq. 3).
     """
-    return _smoothed(settings.beta * _difference(pairs), settings.label_smoothing)
+    return _smoothed(settings.beta * _difference(pairs, settings), settings.label_smoothing)
 
 
 def ipo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
@@ -121,13 +129,13 @@ def ipo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
     The paper uses sums. This code averages over length like TRL, which cites confirmation by the authors.
     """
-    chosen_B, rejected_B = _averaged(pairs, *log_ratios(pairs))
+    chosen_B, rejected_B = _averaged(pairs, *_scores(pairs, settings))
     return (chosen_B - rejected_B - 0.5 / settings.beta).square()
 
 
 def hinge_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """Compute `max(0, 1 - beta d)`: the SLiC-HF hinge (arXiv 2305.10425) on log-ratios, as in RSO (2309.06657)."""
-    return torch.relu(1.0 - settings.beta * _difference(pairs))
+    return torch.relu(1.0 - settings.beta * _difference(pairs, settings))
 
 
 def robust_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
@@ -136,7 +144,7 @@ def robust_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     `(-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e)`. If a fraction e of the pairs is swapped, the mean is the
     DPO loss on the true labels. It may be negative.
     """
-    scaled_B, e = settings.beta * _difference(pairs), settings.label_smoothing
+    scaled_B, e = settings.beta * _difference(pairs, settings), settings.label_smoothing
     return (e * logsigmoid(-scaled_B) - (1.0 - e) * logsigmoid(scaled_B)) / (1.0 - 2.0 * e)
 
 
@@ -162,7 +170,7 @@ def exo_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     With `q = s(beta d)`: `q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`, the KL divergence of the model's choice from
     labels smoothed by e. Without smoothing it is infinite, so e = 0 is replaced by 1e-3.
     """
-    scaled_B, e = settings.beta * _difference(pairs), settings.label_smoothing or _EXO_LABEL_SMOOTHING
+    scaled_B, e = settings.beta * _difference(pairs, settings), settings.label_smoothing or _EXO_LABEL_SMOOTHING
     right_B = torch.sigmoid(scaled_B) * (logsigmoid(scaled_B) - math.log1p(-e))
     return right_B + torch.sigmoid(-scaled_B) * (logsigmoid(-scaled_B) - math.log(e))
 
@@ -212,7 +220,7 @@ def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 def discopop_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """Compute `-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP, arXiv 2406.08414, eq. 5."""
-    scaled_B, tau = settings.beta * _difference(pairs), settings.discopop_tau
+    scaled_B, tau = settings.beta * _difference(pairs, settings), settings.discopop_tau
     logistic_B = -torch.sigmoid(-scaled_B / tau) * logsigmoid(scaled_B)
     # m exp(-x) as one exponential: for very negative x, m is 0 and exp(-x) is infinite.
     return logistic_B + torch.exp(logsigmoid(scaled_B / tau) - scaled_B)
@@ -223,7 +231,7 @@ def sigmoid_norm_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tens
 
     Per-token log-ratios are small, so beta is larger than in DPO: Tulu 3 uses 5.
     """
-    chosen_B, rejected_B = _averaged(pairs, *log_ratios(pairs))
+    chosen_B, rejected_B = _averaged(pairs, *_scores(pairs, settings))
     return _smoothed(settings.beta * (chosen_B - rejected_B), settings.label_smoothing)
 
 
@@ -332,13 +340,49 @@ def _rewards(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
     return beta * chosen_B, beta * rejected_B
 
 
-def _difference(pairs: PairLogprobs) -> Tensor:
-    """Compute d.
+def _scores(pairs: PairLogprobs, settings: PreferenceSettings) -> tuple[Tensor, Tensor]:
+    """Compute (h_c, h_r), or `f'(exp(h))` of both for another divergence f than reverse KL (arXiv 2309.16240)."""
+    chosen_B, rejected_B = log_ratios(pairs)
+    return divergence_score(chosen_B, settings), divergence_score(rejected_B, settings)
+
+
+def divergence_score(log_ratios_B: Tensor, settings: PreferenceSettings) -> Tensor:
+    """Compute `f'(t)` for `t = exp(h)`, up to a constant, which cancels between both responses.
+
+    - reverse_kl, `f = t log t`: `h`
+    - forward_kl, `f = -log t`: `1 - exp(-h)`
+    - js_divergence: `log 2 + log s(h)`
+    - alpha_divergence with a: `(exp((a - 1) h) - 1) / (a - 1)`; forward KL for a = 0, reverse KL for a = 1
+    """
+    if settings.f_divergence_type == "js_divergence":
+        return math.log(2) + logsigmoid(log_ratios_B)
+    powers = {"reverse_kl": 0.0, "forward_kl": -1.0, "alpha_divergence": settings.f_alpha_divergence_coef - 1.0}
+    power = powers[settings.f_divergence_type]
+    if power == 0:
+        return log_ratios_B
+    # Sums over long responses would overflow in float32, and the step would be skipped.
+    return torch.expm1((power * log_ratios_B).clamp(max=_MAX_EXPONENT)) / power
+
+
+def _difference(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
+    """Compute d, or the difference of the scores under another divergence.
 
     The reference is subtracted per response first: the magnitudes are similar and cancel with less rounding.
     """
-    chosen_B, rejected_B = log_ratios(pairs)
+    chosen_B, rejected_B = _scores(pairs, settings)
     return chosen_B - rejected_B
+
+
+def length_weights(cu: Tensor, num_tokens: int, *, ld_alpha: float) -> Tensor:
+    """Return a weight per token, `[K]`: `ld_alpha` beyond the length of the pair's other response, otherwise 1.
+
+    LD-DPO, arXiv 2409.06411. The segments `cu` alternate between chosen and rejected responses.
+    """
+    lengths_B = segment_lengths(cu)
+    shared_B = lengths_B.unflatten(0, (-1, 2)).amin(1).repeat_interleave(2)
+    segment_K = segment_ids(cu, num_tokens)
+    place_K = torch.arange(num_tokens, device=cu.device) - cu[segment_K]
+    return torch.where(place_K < shared_B[segment_K], 1.0, ld_alpha)
 
 
 def _averaged(pairs: PairLogprobs, chosen_B: Tensor, rejected_B: Tensor) -> tuple[Tensor, Tensor]:

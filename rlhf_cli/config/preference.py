@@ -9,6 +9,7 @@ from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 
 StepConstant = Literal["aot_partner", "bco_delta"]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 RewardLossName = Literal["sigmoid", "logexp"]
 _UnpairedLossName = Literal["kto", "apo_zero_unpaired"]
 
@@ -32,20 +33,22 @@ def _own(
     return _PairLossRow(f"rlhf_cli.algorithms.preference:{name}", frozenset(settings), needs_reference, step_constant)
 
 
+_DIVERGENCE = ("f_divergence_type", "f_alpha_divergence_coef")
+
 PAIR_LOSSES: dict[str, _PairLossRow] = {
-    "sigmoid": _own("sigmoid_loss", "beta", "label_smoothing"),
-    "ipo": _own("ipo_loss", "beta"),
-    "hinge": _own("hinge_loss", "beta"),
-    "robust": _own("robust_loss", "beta", "label_smoothing"),
+    "sigmoid": _own("sigmoid_loss", "beta", "label_smoothing", *_DIVERGENCE),
+    "ipo": _own("ipo_loss", "beta", *_DIVERGENCE),
+    "hinge": _own("hinge_loss", "beta", *_DIVERGENCE),
+    "robust": _own("robust_loss", "beta", "label_smoothing", *_DIVERGENCE),
     "sppo_hard": _own("sppo_hard_loss", "beta"),
     "nca_pair": _own("nca_pair_loss", "beta"),
-    "exo_pair": _own("exo_pair_loss", "beta", "label_smoothing"),
+    "exo_pair": _own("exo_pair_loss", "beta", "label_smoothing", *_DIVERGENCE),
     "apo_zero": _own("apo_zero_loss", "beta"),
     "apo_down": _own("apo_down_loss", "beta"),
     "bco_pair": _own("bco_pair_loss", "beta", step_constant="bco_delta"),
     "aot": _own("aot_loss", "beta", "label_smoothing", step_constant="aot_partner"),
-    "discopop": _own("discopop_loss", "beta", "discopop_tau"),
-    "sigmoid_norm": _own("sigmoid_norm_loss", "beta", "label_smoothing"),
+    "discopop": _own("discopop_loss", "beta", "discopop_tau", *_DIVERGENCE),
+    "sigmoid_norm": _own("sigmoid_norm_loss", "beta", "label_smoothing", *_DIVERGENCE),
     "simpo": _own("simpo_loss", "beta", "simpo_gamma", needs_reference=False),
     "orpo": _own("orpo_loss", "orpo_lambda", needs_reference=False),
 }
@@ -94,6 +97,20 @@ class PairLossConfig(SettingsGroup):
     """Temperature of the discopop mixture."""
     orpo_lambda: float = 0.1
     """Weight of orpo's odds ratio relative to its likelihood."""
+    f_divergence_type: FDivergence = "reverse_kl"
+    """Divergence from the reference (f-DPO, arXiv 2309.16240), in sigmoid, ipo, hinge, robust, exo_pair, discopop and
+    sigmoid_norm.
+    """
+    f_alpha_divergence_coef: Annotated[float, Needs("f_divergence_type", ("alpha_divergence",))] = 0.5
+    """Alpha of alpha_divergence: 0 is forward KL, 1 reverse KL."""
+    use_weighting: bool = False
+    """Weight a pair by the likelihood of both responses under the policy, as if the policy had sampled them (WPO, arXiv
+    2406.11827).
+    """
+    ld_alpha: float = Field(1.0, ge=0, le=1)
+    """Weight of the log-probs beyond the length of the shorter response, so that length counts less (LD-DPO, arXiv
+    2409.06411).
+    """
     nll_loss_coef: float = Field(0.0, ge=0)
     """Weight of the mean negative log-likelihood per token of chosen responses."""
 
@@ -106,7 +123,21 @@ class PairLossConfig(SettingsGroup):
         # A weight of 0 would compute a loss without effect.
         if any(weight <= 0 for weight in self.loss_weights):
             raise ValueError(f"loss_weights {','.join(f'{w:g}' for w in self.loss_weights)}: all must be above 0")
+        self._check_options()
         return self
+
+    def _check_options(self) -> None:
+        """Raise ValueError for an option that one of the losses does not support."""
+        rows = {name: PAIR_LOSSES[name] for name in self.loss if name in PAIR_LOSSES}
+        unsupported = {
+            "f_divergence_type": [name for name, row in rows.items() if "f_divergence_type" not in row.settings],
+            # These act on log-ratios; aot combines those of different pairs.
+            "use_weighting": [name for name, row in rows.items() if name == "aot" or not row.needs_reference],
+            "ld_alpha": [name for name, row in rows.items() if not row.needs_reference],
+        }
+        for option, names in unsupported.items():
+            if names and self.changed(option):
+                raise ValueError(f"{option} does not support loss {names[0]}: remove one of them")
 
 
 class UnpairedLossConfig(SettingsGroup):

@@ -5,7 +5,7 @@ The caller selects the tokens to project.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,12 +21,14 @@ from rlhf_cli.models.logit_chunks import (
     softmax_dtype,
 )
 
+Second = Literal["entropy", "log_squares"]
+
 
 @dataclass(frozen=True)
 class _Settings:
     transform: LogitTransform
     temperature: float
-    with_entropy: bool
+    second: Second | None
     sizes: ChunkSizes
 
 
@@ -37,16 +39,17 @@ def token_logprobs(
     *,
     bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
-    with_entropy: bool = False,
+    second: Second | None = None,
     transform: LogitTransform | None = None,
     chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute log-probs of `targets_K` in nats, float32 [K], and entropies [K] if requested.
+    """Compute log-probs of `targets_K` in nats, float32 [K], and a `second` value per token [K] if requested: the
+    entropy, or `log sum_v p_v^2`, which has no gradient.
 
     Logits are `transform(hidden_KD @ weight_VD.T + bias_V) / temperature`. The product is in the operand dtype, the
-    rest in float32 (float64 for float64 operands). Both results are differentiable with respect to hidden states,
-    weight and bias. `chunk_size` is the number of rows per head product; by default, a product has 256 MiB on a CPU and
-    512 MiB on a GPU.
+    rest in float32 (float64 for float64 operands). Log-probs and entropies are differentiable with respect to hidden
+    states, weight and bias. `chunk_size` is the number of rows per head product; by default, a product has 256 MiB on a
+    CPU and 512 MiB on a GPU.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} is not positive: log-probs are undefined for greedy decoding")
@@ -57,9 +60,11 @@ def token_logprobs(
         block_row_bytes=vocabulary * 4,
         chunk_size=chunk_size,
     )
-    settings = _Settings(transform or LogitTransform(), temperature, with_entropy, sizes)
-    logprobs_K, entropy_K = _TokenLogprobs.apply(hidden_KD, weight_VD, bias_V, targets_K, settings)
-    return logprobs_K, entropy_K if with_entropy else None
+    settings = _Settings(transform or LogitTransform(), temperature, second, sizes)
+    logprobs_K, second_K = _TokenLogprobs.apply(hidden_KD, weight_VD, bias_V, targets_K, settings)
+    if second == "log_squares":
+        return logprobs_K, second_K.detach()
+    return logprobs_K, second_K if second else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -74,14 +79,16 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens, head = hidden_KD.shape[0], HeadWeights(weight_VD, bias_V)
         logprobs_K = torch.empty(num_tokens, dtype=softmax_dtype(hidden_KD), device=hidden_KD.device)
-        entropy_K = torch.empty_like(logprobs_K if settings.with_entropy else logprobs_K[:0])
+        second_K = torch.empty_like(logprobs_K if settings.second else logprobs_K[:0])
         for chunk in settings.sizes.chunks(num_tokens):
             product = head.product(hidden_KD[chunk])
             for rows, block in settings.sizes.blocks(chunk):
                 log_p = torch.log_softmax(logits_of(product[block], settings.transform, settings.temperature), -1)
                 logprobs_K[rows] = log_p.gather(-1, targets_K[rows, None]).squeeze(-1)
-                if settings.with_entropy:
-                    entropy_K[rows] = log_p.exp().mul_(log_p).sum(-1).neg_()
+                if settings.second == "entropy":
+                    second_K[rows] = log_p.exp().mul_(log_p).sum(-1).neg_()
+                if settings.second == "log_squares":
+                    second_K[rows] = log_p.mul(2).logsumexp(-1)
                 # Otherwise it would exist with the logits of the next block.
                 del log_p
         # Pass None instead of zeros for an unused entropy: its gradient would cost a third more.
@@ -89,8 +96,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.settings = settings
         # Not as attributes: save_for_backward applies saved-tensor hooks (activation offload) and detects in-place
         # changes.
-        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, targets_K, entropy_K)
-        return logprobs_K, entropy_K
+        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, targets_K, second_K)
+        return logprobs_K, second_K
 
     @staticmethod
     @once_differentiable

@@ -18,7 +18,7 @@ from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.embedding_noise import EmbeddingNoise
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
-from rlhf_cli.models.logprobs import token_logprobs
+from rlhf_cli.models.logprobs import Second, token_logprobs
 from rlhf_cli.models.mixers.operations import RUNS, bind_mixers
 from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import PackLike
@@ -213,14 +213,18 @@ class PolicyModel(LanguageModel):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        with_log_squares: bool = False,
         noise: EmbeddingNoise | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return target log-probs, float32 [K], and entropies [K] if requested. `noise` is added to the embeddings.
+        """Return target log-probs, float32 [K], and if requested entropies [K], or `log sum_v p_v^2` [K].
+
+        `noise` is added to the embeddings.
 
         Only hidden states that predict a target are projected, plus a few with filler. Without targets the results are
         empty, and backward gives every parameter a zero gradient.
         """
         part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
+        second: Second | None = "entropy" if with_entropy else "log_squares" if with_log_squares else None
 
         def compute(hidden_KD: torch.Tensor, head: HeadWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
             targets_K = part.pack.targets_K[part.targets]
@@ -230,13 +234,13 @@ class PolicyModel(LanguageModel):
                 targets_K,
                 bias_V=head.bias_V,
                 temperature=temperature,
-                with_entropy=with_entropy,
+                second=second,
                 transform=head.transform,
             )
 
-        logprobs, entropies = self.head(self._decoder(part, real=pack, noise=noise), compute)
+        logprobs, others = self.head(self._decoder(part, real=pack, noise=noise), compute)
         num_targets = pack.targets_K.numel()
-        return part.whole(logprobs)[:num_targets], None if entropies is None else part.whole(entropies)[:num_targets]
+        return part.whole(logprobs)[:num_targets], None if others is None else part.whole(others)[:num_targets]
 
 
 class ValueModel(nn.Module):

@@ -107,12 +107,14 @@ class Task:
 
 
 def dpo_task(*names: str, share: bool = True, **settings: Any) -> Task:
-    nll = settings.pop("nll_loss_coef", 0.0)
-    objective = dpo.DPOObjective(names, tuple(1.0 + i for i in range(len(names))), PreferenceSettings(**settings), nll)
+    names_of_objective = ("nll_loss_coef", "use_weighting", "ld_alpha")
+    options = {name: settings.pop(name) for name in names_of_objective if name in settings}
+    weights = tuple(1.0 + i for i in range(len(names)))
+    objective = dpo.DPOObjective(names, weights, PreferenceSettings(**settings), **options)
 
     def prepare(frozen: FrozenEngine, gather: Gather) -> Any:
         def infer(engine: Any, batches: list[Any]) -> list[torch.Tensor]:
-            return frozen.infer(batches, dpo.batch_logprobs)
+            return frozen.infer(batches, objective.forward)
 
         return dpo.PairPreparation(objective, infer if objective.needs_reference else None, gather)
 
@@ -175,6 +177,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "rm": lambda: rm_task(margin=True, center=0.1),
     "prm": prm_task,
     "dpo": lambda: dpo_task("sigmoid", nll_loss_coef=0.3),
+    "dpo weighted": lambda: dpo_task("sigmoid", use_weighting=True, ld_alpha=0.3, f_divergence_type="js_divergence"),
     "dpo mixed": lambda: dpo_task("aot", "bco_pair", "ipo"),
     "simpo": lambda: dpo_task("simpo"),
     "kto": lambda: kto_task(desirable_weight=1.5),

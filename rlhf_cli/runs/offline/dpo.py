@@ -1,5 +1,6 @@
 """Task definition for `rlhf dpo`: data, model, reference and objective."""
 
+from dataclasses import fields
 from typing import Any
 
 from rlhf_cli.algorithms.preference import PreferenceSettings, preference_losses
@@ -52,11 +53,17 @@ def make_objective(loss: PairLossConfig) -> DPOObjective:
     """Return the objective for these settings. Raises UsageError for a setting that no selected loss uses."""
     # A setting without effect is probably a mistake, such as beta for a loss that has none.
     read = {name for row in preference_losses(loss.loss) for name in row.settings}
-    names = ("beta", "label_smoothing", "simpo_gamma", "discopop_tau", "orpo_lambda")
-    given: dict[str, Any] = {name: getattr(loss, name) for name in names}
+    given: dict[str, Any] = {field.name: getattr(loss, field.name) for field in fields(PreferenceSettings)}
     defaults = PairLossConfig()
     for name, value in given.items():
         if name not in read and value != getattr(defaults, name):
             raise UsageError(f"{name} {value} has no effect on loss {','.join(loss.loss)}: remove it")
     weights = tuple(loss.loss_weights or [1.0] * len(loss.loss))
-    return DPOObjective(tuple(loss.loss), weights, PreferenceSettings(**given), loss.nll_loss_coef)
+    return DPOObjective(
+        tuple(loss.loss),
+        weights,
+        PreferenceSettings(**given),
+        nll_loss_coef=loss.nll_loss_coef,
+        use_weighting=loss.use_weighting,
+        ld_alpha=loss.ld_alpha,
+    )

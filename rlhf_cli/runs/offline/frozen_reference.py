@@ -69,12 +69,16 @@ def pair_reference(
         return items, _pair_hooks(objective, None, gather)
     if settings.precompute_ref_log_probs:
         # The model is needed only here, so it is freed before training starts.
-        precomputed = _Precomputed(_source(settings, model), deepspeed, share, {dpo.REF: dpo.batch_logprobs})
-        return precomputed.added_to(items, digest_of_pairs), _pair_hooks(objective, None, gather)
+        precomputed = _Precomputed(_source(settings, model), deepspeed, share, {dpo.REF: objective.forward})
+
+        def digest(pairs: Any) -> str:
+            return digest_of_pairs(pairs) + ("" if objective.ld_alpha == 1 else f" ld_alpha {objective.ld_alpha:g}")
+
+        return precomputed.added_to(items, digest), _pair_hooks(objective, None, gather)
     if _is_base(settings, model):
-        return items, _pair_hooks(objective, base_results(dpo.batch_logprobs), gather)
+        return items, _pair_hooks(objective, base_results(objective.forward), gather)
     frozen = FrozenReference(_source(settings, model), deepspeed)
-    hooks = _pair_hooks(objective, frozen.results(dpo.batch_logprobs), gather)
+    hooks = _pair_hooks(objective, frozen.results(objective.forward), gather)
     return items, _moving(hooks, frozen, settings) if settings.moves else hooks
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +14,14 @@ from rlhf_cli.algorithms.preference import (
     PreferenceSettings,
     aot_partners,
     implicit_rewards,
+    length_weights,
     mixed_loss,
     preference_losses,
     preference_metrics,
 )
-from rlhf_cli.data.packing.packs import MicroBatch
-from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs, trained_counts
+from rlhf_cli.algorithms.ragged import segment_mean, segment_sum
+from rlhf_cli.data.packing.packs import MicroBatch, Pack
+from rlhf_cli.trainers.offline.pairs import Gather, trained_counts
 
 REF, PARTNER, DELTA = "ref_logprobs", "aot_partner", "bco_delta"
 """Pair columns: reference log-probs of both responses, and step constants."""
@@ -34,30 +37,56 @@ class InferringEngine(Protocol):
         """Return the result of `forward` for each micro-batch."""
 
 
-def batch_logprobs(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+def batch_logprobs(model: nn.Module, batch: MicroBatch, *, ld_alpha: float = 1.0) -> torch.Tensor:
     """Return response log-probs [2 P] for a micro-batch."""
-    return sequence_logprobs(model, batch.pack)
+    return _summed(model(batch.pack)[0], batch.pack, ld_alpha)
+
+
+def _summed(logprobs_K: torch.Tensor, pack: Pack, ld_alpha: float) -> torch.Tensor:
+    """Sum the log-probs of each response; those beyond the length of the pair's other response count `ld_alpha`."""
+    if ld_alpha != 1:
+        logprobs_K = length_weights(pack.cu_trained, len(logprobs_K), ld_alpha=ld_alpha) * logprobs_K
+    return segment_sum(logprobs_K, pack.cu_trained)
 
 
 @dataclass(frozen=True)
 class DPOObjective:
-    """Weighted sum of losses, plus `nll_loss_coef` times the mean NLL per token of chosen responses."""
+    """Weighted sum of losses, plus `nll_loss_coef` times the mean NLL per token of chosen responses.
+
+    With `use_weighting`, the losses of a pair are multiplied by `w_c w_r` (WPO, arXiv 2406.11827): `w` is the geometric
+    mean over a response of `p / sum_v p_v^2`, which is 1 on average for tokens that the policy samples.
+    """
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
     settings: PreferenceSettings
     nll_loss_coef: float = 0.0
+    use_weighting: bool = False
+    ld_alpha: float = 1.0
 
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
         """Return this micro-batch's contribution to the mean loss over the step's pairs."""
-        pairs = pair_logprobs(batch_logprobs(model, batch), batch)
-        loss = sequence_mean(mixed_loss(self.names, self.weights, pairs, self.settings), totals)
-        nll = -sequence_mean(pairs.chosen_logprobs / pairs.chosen_lengths, totals)
-        metrics = preference_metrics(pairs, beta=self.settings.beta, num_pairs=totals.num_sequences)
+        pack = batch.pack
+        logprobs_K, log_squares_K = model(pack, **({"with_log_squares": True} if self.use_weighting else {}))
+        pairs = pair_logprobs(_summed(logprobs_K, pack, self.ld_alpha), batch)
+        loss_P = mixed_loss(self.names, self.weights, pairs, self.settings)
+        metrics: Metrics = {}
+        if self.use_weighting:
+            likelihoods_B = segment_mean((logprobs_K - log_squares_K).detach(), pack.cu_trained).exp()
+            weights_P = likelihoods_B[0::2] * likelihoods_B[1::2]
+            loss_P, metrics = weights_P * loss_P, {"pair_weight": sequence_mean(weights_P, totals)}
+        loss = sequence_mean(loss_P, totals)
+        nll = -sequence_mean(segment_mean(logprobs_K, pack.cu_trained)[0::2], totals)
+        metrics |= preference_metrics(pairs, beta=self.settings.beta, num_pairs=totals.num_sequences)
         # Skip the term instead of multiplying by 0: a log-prob of -inf times 0 would be NaN.
         if self.nll_loss_coef:
             loss = loss + self.nll_loss_coef * nll
         return loss, {"loss": loss.detach(), "chosen_nll": nll.detach(), **metrics}
+
+    @property
+    def forward(self) -> Callable[[nn.Module, MicroBatch], torch.Tensor]:
+        """(model, micro-batch) -> log-probs [2 P], as the losses compare them."""
+        return partial(batch_logprobs, ld_alpha=self.ld_alpha)
 
     @property
     def needs_reference(self) -> bool:
@@ -113,7 +142,7 @@ class PairPreparation:
             return batches
         # The constants depend on all pairs in the step, so gather log-probs from all ranks before the first
         # micro-batch.
-        own = [_table(*both) for both in zip(engine.infer(batches, batch_logprobs), batches, strict=True)]
+        own = [_table(*both) for both in zip(engine.infer(batches, self.objective.forward), batches, strict=True)]
         whole_P4, start = self.gather(torch.cat(own))
         whole = _pairs_of_table(whole_P4)
         partners = aot_partners(whole)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from rlhf_cli.algorithms.preference import (
     PreferenceSettings,
     aot_partners,
     implicit_rewards,
+    length_weights,
     mixed_loss,
     preference_loss,
     preference_losses,
     preference_metrics,
 )
 from rlhf_cli.algorithms.reward_model import pair_mean
-from rlhf_cli.config.preference import PAIR_LOSSES
+from rlhf_cli.config.preference import PAIR_LOSSES, FDivergence
 
 LN2, LN3 = math.log(2), math.log(3)
 DELTA = 0.3  # fixed delta of bco_pair for tests that do not measure it
@@ -109,6 +111,31 @@ def test_losses_by_hand(name, settings, constants, loss) -> None:
     assert found_B.tolist() == pytest.approx([loss], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("settings", "d"),
+    [
+        ({"f_divergence_type": "forward_kl"}, 3 / 2),  # (1 - 1/2) - (1 - 2)
+        ({"f_divergence_type": "js_divergence"}, LN2),  # ln (2/3) - ln (1/3)
+        ({"f_divergence_type": "alpha_divergence"}, math.sqrt(2)),  # 2 (1 - 1/sqrt 2) - 2 (1 - sqrt 2)
+        ({"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.0}, 3 / 2),
+        ({"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0}, 2 * LN2),
+        ({"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 2.0}, 3 / 2),  # (2 - 1) - (1/2 - 1)
+    ],
+)
+def test_other_divergences_by_hand(settings, d) -> None:
+    given = PreferenceSettings(beta=0.5, **settings)
+    losses = {name: preference_loss(name).function(HAND_PAIR, given).item() for name in ("sigmoid", "hinge", "ipo")}
+    expected = {"sigmoid": math.log1p(math.exp(-d / 2)), "hinge": max(0.0, 1 - d / 2), "ipo": (d / 2 - 1) ** 2}
+    assert losses == pytest.approx(expected)
+
+
+def test_tokens_beyond_the_shorter_response_have_another_weight() -> None:
+    """Responses of 3 and 1, 0 and 2, and 2 and 2 trained tokens."""
+    cu = torch.tensor([0, 3, 4, 4, 6, 8, 10])
+    assert length_weights(cu, 10, ld_alpha=0.25).tolist() == [1, 0.25, 0.25, 1, 0.25, 0.25, 1, 1, 1, 1]
+    assert length_weights(torch.tensor([0]), 0, ld_alpha=0.25).tolist() == []
+
+
 SLOW_SETTINGS = PreferenceSettings(beta=0.3, label_smoothing=0.2, simpo_gamma=0.7, discopop_tau=0.6, orpo_lambda=0.4)
 
 
@@ -180,7 +207,9 @@ def extreme_pairs() -> PairLogprobs:
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 def test_extreme_log_ratios_give_a_finite_loss_and_gradient(name, beta) -> None:
-    for settings in (PreferenceSettings(beta=beta), PreferenceSettings(beta=beta, label_smoothing=0.1)):
+    kinds: tuple[FDivergence, ...] = get_args(FDivergence)
+    divergences = [PreferenceSettings(beta=beta, f_divergence_type=kind) for kind in kinds]
+    for settings in (*divergences, PreferenceSettings(beta=beta, label_smoothing=0.1)):
         pairs, chosen, rejected = leaves(extreme_pairs())
         loss_B = preference_loss(name).function(pairs, settings)
         assert loss_B.isfinite().all()
@@ -295,10 +324,19 @@ def test_what_a_row_says_it_needs_is_what_it_fails_without(name) -> None:
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_a_row_names_exactly_the_settings_that_change_its_loss(name) -> None:
     row, pairs = preference_loss(name), make_pairs()
-    other = PreferenceSettings(beta=0.4, label_smoothing=0.3, simpo_gamma=0.9, discopop_tau=0.2, orpo_lambda=0.8)
+    given = replace(SLOW_SETTINGS, f_divergence_type="alpha_divergence")
+    other = PreferenceSettings(
+        beta=0.4,
+        label_smoothing=0.3,
+        simpo_gamma=0.9,
+        discopop_tau=0.2,
+        orpo_lambda=0.8,
+        f_divergence_type="js_divergence",
+        f_alpha_divergence_coef=0.2,
+    )
     names = {field.name for field in fields(PreferenceSettings)}
-    before_B = row.function(pairs, SLOW_SETTINGS)
-    after = {key: row.function(pairs, replace(SLOW_SETTINGS, **{key: getattr(other, key)})) for key in names}
+    before_B = row.function(pairs, given)
+    after = {key: row.function(pairs, replace(given, **{key: getattr(other, key)})) for key in names}
     assert {key for key, loss_B in after.items() if not torch.equal(before_B, loss_B)} == row.settings
 
 

@@ -48,7 +48,7 @@ def test_values_and_gradients_equal_the_dense_computation(chunk_size, temperatur
         targets,
         bias_V=bias,
         temperature=temperature,
-        with_entropy=True,
+        second="entropy",
         transform=transform,
         chunk_size=chunk_size,
     )
@@ -78,7 +78,7 @@ def test_gradients_pass_gradcheck_in_float64(softcap):
             targets,
             bias_V=bias,
             temperature=0.8,
-            with_entropy=True,
+            second="entropy",
             transform=LogitTransform(scale=0.7, softcap=softcap),
             chunk_size=6,
         )
@@ -93,7 +93,7 @@ def test_blocks_within_a_chunk_do_not_change_the_result():
     weight = torch.randn(150_000, 4, generator=generator).requires_grad_()
     targets = torch.tensor([0, 149_999, 17, 17, 80_000])
     expected = dense(hidden, weight, None, targets)
-    found = token_logprobs(hidden, weight, targets, with_entropy=True, chunk_size=3)
+    found = token_logprobs(hidden, weight, targets, second="entropy", chunk_size=3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     expected_grad = torch.autograd.grad(expected[0].sum(), (hidden, weight))
     torch.testing.assert_close(
@@ -104,14 +104,26 @@ def test_blocks_within_a_chunk_do_not_change_the_result():
 def test_certain_token_has_log_probability_zero_and_uniform_entropy_is_log_v():
     hidden = torch.tensor([[100.0], [0.0]])
     weight = torch.tensor([[1.0], [0.0], [-1.0], [-2.0]])
-    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 3]), with_entropy=True)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 3]), second="entropy")
     torch.testing.assert_close(logprobs, torch.tensor([0.0, -1.3862943611]))
     torch.testing.assert_close(entropy, torch.tensor([0.0, 1.3862943611]), atol=1e-6, rtol=0)
 
 
+def test_the_sum_of_squared_probabilities_in_any_chunks():
+    hidden, weight, bias, targets = problem(torch.float64)
+    p = F.linear(hidden, weight, bias).softmax(-1)
+    for chunk_size in (3, K):
+        found = token_logprobs(hidden, weight, targets, bias_V=bias, second="log_squares", chunk_size=chunk_size)
+        torch.testing.assert_close(found[1], p.square().sum(-1).log().detach())
+        plain = token_logprobs(hidden, weight, targets, bias_V=bias, chunk_size=chunk_size)
+        assert found[0].equal(plain[0])
+        (one,), (other,) = (torch.autograd.grad(values[0].sum(), hidden) for values in (found, plain))
+        assert one.equal(other)
+
+
 def test_bfloat16_is_as_close_as_its_logits_and_its_softmax_is_float32():
     hidden, weight, bias, targets = problem(torch.bfloat16)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, bias_V=bias, with_entropy=True, chunk_size=4)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, bias_V=bias, second="entropy", chunk_size=4)
     assert entropy is not None
     assert logprobs.dtype == entropy.dtype == torch.float32
     # The same bfloat16 logits, then everything in float64.
@@ -136,7 +148,7 @@ def test_gradients_of_many_bfloat16_chunks_add_up_without_loss():
 
 def test_no_token_gives_empty_results_and_zero_gradients():
     hidden, weight, bias, targets = problem()
-    logprobs, entropy = token_logprobs(hidden[:0], weight, targets[:0], bias_V=bias, with_entropy=True)
+    logprobs, entropy = token_logprobs(hidden[:0], weight, targets[:0], bias_V=bias, second="entropy")
     assert entropy is not None
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
@@ -162,10 +174,10 @@ def test_an_entropy_without_weight_changes_no_gradient():
     hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     targets = torch.arange(7)
     plain = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].sum(), (hidden, weight))
-    logprobs, entropies = token_logprobs(hidden, weight, targets, with_entropy=True)
+    logprobs, entropies = token_logprobs(hidden, weight, targets, second="entropy")
     assert entropies is not None
     for found, expected in zip(torch.autograd.grad(logprobs.sum(), (hidden, weight)), plain, strict=True):
         assert torch.equal(found, expected)
-    logprobs, entropies = token_logprobs(hidden, weight, targets, with_entropy=True)
+    logprobs, entropies = token_logprobs(hidden, weight, targets, second="entropy")
     assert entropies is not None
     assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(entropies.sum(), (hidden, weight)))

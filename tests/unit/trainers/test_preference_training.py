@@ -29,7 +29,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.algorithms.preference import preference_loss
+from rlhf_cli.algorithms.preference import PreferenceSettings, preference_loss
 from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.frozen_reference import kept_columns
@@ -37,8 +37,8 @@ from rlhf_cli.commands.dpo import DPOConfig
 from rlhf_cli.config.model import ModelConfig, ReferenceConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.train import DeepSpeedConfig
-from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack
-from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
+from rlhf_cli.data.packing.packs import MicroBatch, TokenSequence, at_targets, only_end, pack
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
 from rlhf_cli.models.classifiers import padding_token
@@ -69,6 +69,35 @@ def assert_same_steps(one, other):
     for metrics, expected in zip(one.metrics, other.metrics, strict=True):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=ROUNDING)
     assert farthest(one.weights, other.weights) < CLOSE
+
+
+def test_pairs_are_weighted_by_what_the_policy_would_sample_by_hand():
+    """Chosen: probabilities 1/2 of sums of squares 1/2 and 1/4; rejected: 1/4 of 1/2. w = sqrt(1 * 2) / 2."""
+    trees = [make_tree(chosen=(3, 4), rejected=(5,))]
+    batch = MicroBatch(pack_trees(trees, share_prompts=False), {dpo.REF: torch.zeros(1, 2)})
+    logprobs_K = torch.tensor([0.5, 0.5, 0.25]).log().requires_grad_()
+    squares_K = torch.tensor([0.5, 0.25, 0.5]).log()
+
+    def model(pack, *, with_log_squares):
+        return logprobs_K, squares_K if with_log_squares else None
+
+    totals, beta = StepTotals(num_tokens=3, num_sequences=1), 0.1
+    objective = dpo.DPOObjective(("sigmoid",), (1.0,), PreferenceSettings(beta=beta), use_weighting=True, ld_alpha=0.5)
+    loss, metrics = objective(model, batch, totals)
+    # The second chosen token counts half: h_c = 1.5 ln (1/2), h_r = ln (1/4).
+    expected = -math.sqrt(2) / 2 * logsigmoid(torch.tensor(beta * (1.5 * math.log(0.5) - math.log(0.25))))
+    assert loss.item() == pytest.approx(expected.item())
+    assert metrics["pair_weight"].item() == pytest.approx(math.sqrt(2) / 2)
+    assert metrics["chosen_nll"].item() == pytest.approx(math.log(2))
+    (gradient_K,) = torch.autograd.grad(loss, logprobs_K)
+    assert (gradient_K[0] / gradient_K[1]).item() == pytest.approx(2.0)
+    assert gradient_K[2].item() == pytest.approx(-gradient_K[0].item())
+
+
+def make_tree(*, chosen: tuple[int, ...], rejected: tuple[int, ...]) -> Tree:
+    """Return a pair with these trained tokens after a prompt of two."""
+    parts = [np.array(part, np.int32) for part in (chosen, rejected)]
+    return Tree(np.array([1, 2], np.int32), tuple(Continuation(part, np.ones(part.size, bool)) for part in parts))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -392,6 +421,25 @@ def test_a_loss_alone_has_the_settings_of_its_paper_and_given_ones_win(given, be
     assert (config.preference.beta, config.preference.simpo_gamma) == (beta, gamma)
     objective = make_objective(config.preference)
     assert (objective.settings.beta, objective.settings.simpo_gamma) == (beta, gamma)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"loss": "sigmoid,bco_pair", "f_divergence_type": "forward_kl"},
+            "f_divergence_type does not support loss bco_p",
+        ),
+        ({"loss": "aot", "use_weighting": True}, "use_weighting does not support loss aot"),
+        ({"loss": "simpo", "use_weighting": True}, "use_weighting does not support loss simpo"),
+        ({"loss": "orpo", "ld_alpha": "0.5"}, "ld_alpha does not support loss orpo"),
+        ({"f_alpha_divergence_coef": "0.2"}, "f_alpha_divergence_coef needs --f_divergence_type alpha_divergence"),
+    ],
+    ids=str,
+)
+def test_an_option_that_a_loss_does_not_support_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        build_config(DPOConfig, {"pretrain": "x", "dataset": "x", "output": "x"} | given)
 
 
 @pytest.mark.parametrize("name", LOSS_DEFAULTS)
