@@ -13,7 +13,7 @@ from chat_tokenizers import CHATML, GENERATION, make_tokenizer
 from template_settings import split_settings
 
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
-from rlhf_cli.data.packing.packs import pack
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.preference_data import PAIRS, RESPONSES
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import SEQUENCES
@@ -249,6 +249,13 @@ def weights_of(tmp_path, *rows, **settings) -> tuple[list[tuple[str, list[float]
     return [(t, s.columns.get("weights", np.zeros(0)).tolist()) for t, s in zip(texts, data.items, strict=True)], data
 
 
+def weights_in_pack(sequences: list[TokenSequence]) -> list[float]:
+    weights_K = pack(sequences).weights_K
+    assert weights_K is not None
+    found: list[float] = weights_K.tolist()
+    return found
+
+
 def test_weights_of_messages_and_rows_are_multiplied(tmp_path) -> None:
     rows: list[dict[str, Any]] = [
         {"messages": talk({"weight": 0.5})},
@@ -269,8 +276,8 @@ def test_weights_of_messages_and_rows_are_multiplied(tmp_path) -> None:
     assert (first, second) == ([0.5] * n + [1.0] * n, [2.0] * n)
     assert (third, fourth, fifth) == ([0.5] * n + [2.0] * n, [0.5] * n + [1.0] * n, [])
     assert "4 with a loss weight other than 0 and 1" in data.report.summary
-    assert pack(data.items[:2]).weights_K.tolist() == first + second
-    assert pack([data.items[4], data.items[1]]).weights_K.tolist() == [1.0] * (2 * n) + second
+    assert weights_in_pack(data.items[:2]) == first + second
+    assert weights_in_pack([data.items[4], data.items[1]]) == [1.0] * (2 * n) + second
     assert pack([data.items[4]]).weights_K is None
     with pytest.raises(
         UsageError, match=r"rows.jsonl line 1 has a loss weight other than 0 and 1, which only rlhf sft"
