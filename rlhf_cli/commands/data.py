@@ -1,5 +1,8 @@
 """`rlhf data`: preview how a command reads a dataset."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import model_validator
 
 from rlhf_cli.command_table import POLICY_GRADIENT
@@ -9,6 +12,7 @@ from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.inspection import RewardTestConfig, ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.presets import defaults_of_prompts
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.errors import listed
@@ -45,6 +49,15 @@ class DataCommandConfig(CommandConfig):
     episodes: EpisodeConfig = EpisodeConfig()
     test: RewardTestConfig = RewardTestConfig()
     reward: RewardConfig = RewardConfig()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of the online command that the prompts are for."""
+        if given.get("for") not in POLICY_GRADIENT:
+            return {}
+        defaults = defaults_of_prompts(given, "dataset")
+        # A preview without a test of rewards refuses them.
+        return {name: value for name, value in defaults.items() if name != "reward_funcs" or "rewards" in given}
 
     @model_validator(mode="after")
     def _check_episodes_read_prompts(self) -> "DataCommandConfig":

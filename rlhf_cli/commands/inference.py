@@ -12,7 +12,7 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.presets import defaults_of_environment
+from rlhf_cli.config.presets import defaults_of_environment, defaults_of_prompts
 from rlhf_cli.config.roles import RewardRanksConfig
 from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
 from rlhf_cli.config.scoring import SHAPING, RewardConfig
@@ -57,7 +57,7 @@ class InferenceConfig(CommandConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_environment(given)
+        return defaults_of_prompts(given, "prompt_data") | defaults_of_environment(given)
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:

@@ -14,6 +14,7 @@ from rlhf_cli.config.episodes import environment_kind
 from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
+from rlhf_cli.config.procedural import INSTRUCTION, REWARD, all_procedural
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import SamplingConfig
 
@@ -70,6 +71,25 @@ def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
     return {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
 
 
+_OTHER_REWARDS = ("reward_func", "reward_pretrain", "remote_rm_url", "judge", "teacher_pretrain")
+_OTHER_WORDINGS = ("prompt_template", "input_template")
+
+
+def defaults_of_prompts(given: Mapping[str, object], dataset: str) -> dict[str, object]:
+    """Return the defaults for prompts of generated datasets, with the name of the setting that lists them: their
+    reward, and a system prompt that asks for the tags from which it reads answers.
+    """
+    if not all_procedural(str(given.get(dataset))):
+        return {}
+    defaults: dict[str, object] = {}
+    if not any(given.get(name) for name in _OTHER_REWARDS):
+        defaults["reward_funcs"] = [REWARD]
+    renders_system = _is_true(given.get("apply_chat_template", True))
+    if renders_system and not any(given.get(name) for name in _OTHER_WORDINGS):
+        defaults["system_prompt"] = INSTRUCTION
+    return defaults
+
+
 def defaults_of_adapter(given: Mapping[str, object], *groups: SettingsGroup) -> dict[str, object]:
     """Return learning rates for a new adapter: `ADAPTER_RATE` times the full fine-tuning rates in these groups."""
     # Flags are text here, because presets apply before validation.
@@ -86,8 +106,8 @@ def _defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def defaults_of_roles(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults for a given teacher and environment."""
-    return _defaults_of_teacher(given) | defaults_of_environment(given)
+    """Return the defaults for a given teacher, prompts and environment."""
+    return _defaults_of_teacher(given) | defaults_of_prompts(given, "prompt_data") | defaults_of_environment(given)
 
 
 def _share_of_response(given: Mapping[str, object]) -> int:

@@ -104,6 +104,12 @@ REWARDS: dict[str, RewardRow] = {
         settings=("code_unsandboxed", "reward_timeout"),
         by_row=True,
     ),
+    "reasoning_gym": RewardRow(
+        "rlhf_cli.rewards.verifiers.reasoning_gym:reasoning_gym",
+        "verifier",
+        {"tags": Parameter(1, least=0, kind=int), "partial": Parameter(1, least=0, kind=int)},
+        structured_labels=("dict",),
+    ),
     "format": RewardRow("rlhf_cli.rewards.format_rewards:has_format", "text"),
     "tag_count": RewardRow("rlhf_cli.rewards.format_rewards:tag_count", "text"),
     "reasoning_steps": RewardRow("rlhf_cli.rewards.format_rewards:reasoning_steps", "text"),

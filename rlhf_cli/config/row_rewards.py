@@ -28,8 +28,9 @@ _SOURCES = {
     "taco": "code",
     "train-code-*": "code",
     "livecodebench*": "code",
+    "reasoning_gym/*": "reasoning_gym",
 }
-"""Sources in verl, DAPO, PRIME and Skywork-OR1 data, with their verifiers."""
+"""Sources in verl, DAPO, PRIME and Skywork-OR1 data and of reasoning-gym, with their verifiers."""
 
 
 def verifier_of(source: str, own: Mapping[str, str]) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from rlhf_cli.config.procedural import REWARD
 from rlhf_cli.rewards.verifiers.answers import label_answer
 from rlhf_cli.rewards.verifiers.code_tests import parse_tests
 from rlhf_cli.rewards.verifiers.number_parsing import Number, parse_number, same_number
@@ -36,7 +37,8 @@ def answer_of(label: str | None) -> Answer | None:
     """Return a label's answer. None without a label, and for program tests, which are no responses."""
     if label is None or has_tests(label):
         return None
-    text = label_answer(_first_alternative(label))
+    problem = _problem(label)
+    text = label_answer(_first_alternative(label)) if problem is None else str(problem["expected"] or "")
     if not text:
         return None
     if (number := parse_number(text)) is not None:
@@ -55,8 +57,14 @@ def has_tests(label: str) -> bool:
     try:
         parse_tests(label)
     except ValueError:
-        return isinstance(content, dict)
+        return isinstance(content, dict) and _problem(label) is None
     return True
+
+
+def _problem(label: str) -> dict[str, object] | None:
+    """Return the parsed label of a reasoning_gym problem; None for other labels."""
+    content = _json(label)
+    return content if isinstance(content, dict) and REWARD in content else None
 
 
 def _first_alternative(label: str) -> str:

@@ -5,6 +5,7 @@ import json
 import time
 from typing import Any
 
+from rlhf_cli.config.procedural import FIXED_HASHES
 from rlhf_cli.rewards.workers.child import ChildProcess
 
 # Minimum timeout in seconds for loading the task, since a reward file may load a model. A longer item limit replaces
@@ -20,7 +21,8 @@ class WorkerProcess:
 
     def __init__(self, loader: str, argument: object) -> None:
         task = json.dumps([loader, argument])
-        self._child = ChildProcess("rlhf_cli.rewards.workers.worker")
+        # Fixed hashes, so that rewards that iterate over sets are reproducible.
+        self._child = ChildProcess("rlhf_cli.rewards.workers.worker", FIXED_HASHES)
         self.socket = self._child.socket
         self._received = b""
         # Unanswered items: number by position in the list sent last.
