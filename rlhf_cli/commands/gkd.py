@@ -25,7 +25,7 @@ class GKDConfig(OnlineConfig):
         NEVER_ONLINE
         | STEP_REWARDS
         | SHAPING
-        | {"distillation.temperature", "distillation.kd_coef", "rollout.prompt_sampling"}
+        | {"distillation.temperature", "distillation.kd_coef", "rollout.prompt_sampling", "prompts.teacher_context_key"}
         | {"episodes", "asynchronous", "dynamic", "teacher", "policy"}
         | {role.group for role in ROLES.values() if role.name not in STUDENT_ROLES}
     )

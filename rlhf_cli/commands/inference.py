@@ -20,7 +20,7 @@ from rlhf_cli.config.scoring import SHAPING, RewardConfig
 OF_TRAINING = (
     SHAPING
     | SYNC
-    | {"episodes.turns"}
+    | {"episodes.turns", "prompts.teacher_context_key"}
     | {f"placement.{name}" for name in PlacementConfig.model_fields if name != "colocate_all_models"}
     | {f"reward_ranks.{name}" for name in RewardRanksConfig.model_fields if name != "reward_num_gpus_per_node"}
 )

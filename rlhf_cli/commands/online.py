@@ -224,6 +224,12 @@ class OnlineConfig(CommandConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_teacher_context(self) -> Self:
+        if self.prompts.teacher_context_key is not None and self.teacher.teacher_pretrain is None:
+            raise ValueError("teacher_context_key requires a teacher: set --teacher_pretrain")
+        return self
+
+    @model_validator(mode="after")
     def _check_environment(self) -> Self:
         check_environment_reward(self.episodes, self.reward)
         return self

@@ -206,6 +206,10 @@ class PromptConfig(SettingsGroup):
     """Prompt format: text or messages. auto detects it from the columns, then per row."""
     label_key: str | None = None
     """Column with the ground truth. Default: detected by name."""
+    teacher_context_key: str | None = None
+    """Column with text that only the teacher (--teacher_pretrain) reads, before the text of the last message: a
+    demonstration, feedback or a hint. With the policy's own model as teacher, this is self-distillation.
+    """
     pass_rate_range: tuple[float, float] | None = None
     """Use only prompts with a pass_rate (column from `rlhf eval --write_pass_rate`) in this range, inclusive."""
     invalid_rows: Literal["error", "drop"] = "error"

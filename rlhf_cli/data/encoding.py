@@ -58,7 +58,7 @@ class Draft:
     """A parsed row with its rendered text, or the error.
 
     - `read`: the parsed row; a prompt's ground truth.
-    - `texts`, `prompt`: rendered examples, or the rendered prompt.
+    - `texts`, `prompt`: rendered examples, or the rendered prompt; `teacher_prompt`: the teacher's, if it differs.
     - `controls`: special tokens in the row's messages.
     - `pictures`: images per example, after they are measured.
     """
@@ -69,6 +69,7 @@ class Draft:
     texts: list[Pieces]
     fault: RowFault | None = None
     prompt: str = ""
+    teacher_prompt: str | None = None
     controls: frozenset[str] = frozenset()
     pictures: Sequence[tuple[SourcePicture, ...]] = ()
 
@@ -242,20 +243,25 @@ class PromptEncoder(Encoder):
         return text
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
-        """Tokenize all prompts, without verification."""
-        texts = [draft.prompt for draft in drafts if draft.fault is None]
+        """Tokenize all prompts, each followed by the teacher's if it differs, without verification."""
+        texts = [text for draft in drafts if draft.fault is None for text in _prompts(draft)]
         if self._saved is not None:
             self._saved.compare(texts)
         ids = iter(self._tokeniser.prompts(texts, plain=self._plain))
-        return [draft.fault or self._sound(draft, next(ids)) for draft in drafts]
+        return [draft.fault or self._sound(draft, [next(ids) for _ in _prompts(draft)]) for draft in drafts]
 
-    def _sound(self, draft: Draft, ids: list[int]) -> Found:
-        """Return a prompt's tokens, or the error."""
+    def _sound(self, draft: Draft, ids: list[list[int]]) -> Found:
+        """Return the tokens of a row's prompts, or the error."""
         try:
-            (tokens,) = self._expanded(draft, [Tokens(ids, [])])
-            return [tokens] if tokens.ids else draft.row.error("the prompt is empty")
+            own, *teachers = (Tokens(one, []) for one in ids)
+            (tokens,) = self._expanded(draft, [own])
+            return [tokens, *teachers] if tokens.ids else draft.row.error("the prompt is empty")
         except RowFault as fault:
             return fault
+
+
+def _prompts(draft: Draft) -> list[str]:
+    return [draft.prompt] if draft.teacher_prompt is None else [draft.prompt, draft.teacher_prompt]
 
 
 def _measured(reader: PictureReader, draft: Draft) -> Draft:

@@ -41,6 +41,7 @@ PASS_RATE = "pass_rate"
 _SCHEMA = pa.schema(
     {
         "prompt_ids": pa.list_(pa.int32()),
+        "teacher_ids": pa.list_(pa.int32()),
         "text": pa.large_string(),
         "label": pa.large_string(),
         "source": pa.string(),
@@ -88,6 +89,7 @@ class Prompt:
     - `data_source`: source name from the row.
     - `row`: JSON of the columns for reward files, or None.
     - `pictures`: images in token order. The text has one placeholder each.
+    - `teacher_ids`: the prompt as the teacher reads it, if `teacher_context_key` is set.
 
     Example: row 16 of a file of sums: `Prompt([17, 10, 18, 28], "2+3=", "5", "sums.jsonl", 16)`.
     """
@@ -100,6 +102,7 @@ class Prompt:
     data_source: str | None = None
     row: str | None = None
     pictures: tuple[PlacedPicture, ...] = ()
+    teacher_ids: list[int] | None = None
 
 
 def _prompt_at(table: StoredTable, row: int) -> Prompt:
@@ -239,24 +242,42 @@ class _PromptPipeline(RowPipeline):
         (conversation,) = examples
         assert isinstance(conversation, Conversation)
         try:
-            text = self.encoder.rendered(row, self.words.asked(row, conversation))
+            asked = self.words.asked(row, conversation)
+            text = self.encoder.rendered(row, asked)
+            key = self.config.teacher_context_key
+            teachers = None if key is None else self._teachers_prompt(row, asked, key)
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
         label = self.words.formats[row.source.name].read_label(row)
-        return Draft(row, label, examples, [], prompt=text, controls=self.encoder.controls(examples))
+        controls = self.encoder.controls(examples)
+        return Draft(row, label, examples, [], prompt=text, teacher_prompt=teachers, controls=controls)
+
+    def _teachers_prompt(self, row: Row, asked: Conversation, key: str) -> str:
+        """Render the prompt with the teacher's context. Raises TemplateFault or RowFault."""
+        # Before the text of the last message, so that a prompt to complete keeps its end.
+        context = row.get(key)
+        if not isinstance(context, str) or not context.strip():
+            raise row.error(f"column {key!r} (--teacher_context_key) is {described(context, row, key)}, not a text")
+        if asked.pictures:
+            raise row.error("the row has images, which --teacher_context_key does not support")
+        *before, last = asked.messages
+        last = replace(last, content=f"{context}\n\n{last.content}")
+        return self.encoder.rendered(row, replace(asked, messages=(*before, last)))
 
     def _items(self, draft: Draft, tokens: list[Tokens]) -> list[dict[str, object]]:
         row, label, ids, pictures = draft.row, draft.read, tokens[0].ids, tokens[0].pictures
-        if not self._fits(row, len(ids)):
+        teacher_ids = tokens[1].ids if draft.teacher_prompt is not None else None
+        # The teacher reads the same response after its own, longer prompt.
+        if not self._fits(row, max(len(ids), len(teacher_ids or ()))):
             return []
         self.report.labelled += label is not None
         self.report.longest_prompt = max(self.report.longest_prompt, len(ids))
         source, kept = self.judges.source_of(row), self._kept(row)
         # Rewards read these too, so a change must not be resumed.
-        judged_by = [one for one in (source, kept) if one is not None]
+        others = [one for one in (source, kept, draft.teacher_prompt) if one is not None]
         digests = [standing.picture.digest.hex() for standing in pictures]
-        self.digest.update(json.dumps([draft.prompt, label, *judged_by, *digests]).encode())
-        prompt = Prompt(ids, draft.prompt, label, row.source.name, row.index, source, kept)
+        self.digest.update(json.dumps([draft.prompt, label, *others, *digests]).encode())
+        prompt = Prompt(ids, draft.prompt, label, row.source.name, row.index, source, kept, teacher_ids=teacher_ids)
         return [{name: getattr(prompt, name) for name in _SCHEMA.names} | stored_pictures(pictures)]
 
     def _fits(self, row: Row, length: int) -> bool:

@@ -154,6 +154,8 @@ def check_episodes(config: OnlineConfig) -> None:
         return
     if config.reward.prm_pretrain is not None:
         raise UsageError("--prm_pretrain does not support episodes with an environment yet")
+    if config.prompts.teacher_context_key is not None:
+        raise UsageError(f"--teacher_context_key {_OF_ONE_TURN}")
     if config.reward.overlong_buffer_len is not None:
         raise UsageError(f"--overlong_buffer_len {_OF_ONE_TURN}")
     refuse_length_rewards(config.reward)

@@ -31,6 +31,7 @@ def load_evaluation_prompts(
         "prompt_data_probs": None,
         "prompt_split": evaluation.eval_split,
         "pass_rate_range": None,
+        "teacher_context_key": None,
         "max_samples": evaluation.eval_max_samples,
     }
     return load_prompts(

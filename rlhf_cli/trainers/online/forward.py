@@ -14,7 +14,10 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, rollout: Roll
     rollout.sequences = roles.store(rollout.sequences)
     # One model at a time: on shared GPUs only one fits.
     for role, policy in roles.frozen_policies.items():
-        rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(rollout.sequences))
+        sequences = rollout.sequences
+        if role == "teacher" and settings.has_teacher_context:
+            sequences = roles.store([sample.teacher_sequence for sample in rollout.samples])
+        rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(sequences))
     if needs_old:
         rollout.old_logprobs = rollout.by_response(roles.actor.logprobs(rollout.replayed_sequences))
     if roles.critic is not None:

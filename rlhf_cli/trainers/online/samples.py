@@ -64,6 +64,12 @@ class Sample:
         return replace(sequence, pictures=self.prompt.pictures)
 
     @property
+    def teacher_sequence(self) -> TokenSequence:
+        """Response after the prompt that the teacher reads."""
+        ids = self.prompt.teacher_ids
+        return self.sequence if ids is None else _sequence(ids, self.response.token_ids, self.response.turns)
+
+    @property
     def sequences(self) -> list[TokenSequence]:
         """Sequences to train on: an episode's earlier branches, then the response.
 

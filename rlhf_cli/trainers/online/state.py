@@ -35,6 +35,7 @@ class OnlineSettings:
     dynamic: DynamicSamplingConfig | None = None  # None to train on all groups
     kl_terms: Mapping[str, KLTerm] = field(default_factory=dict)  # KL penalties by role
     distill_coef: float | None = None  # None without a teacher
+    has_teacher_context: bool = False  # the teacher's prompts differ from the policy's
     step_weight: float = 1.0  # weight of step rewards
     staleness: int = 0  # number of batches sampled ahead of training
     partial_rollout: bool = False  # push weights during responses
@@ -57,6 +58,7 @@ class OnlineSettings:
             kl_terms=config.kl_terms,
             # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
             distill_coef=config.teacher.weight,
+            has_teacher_context=config.prompts.teacher_context_key is not None,
             step_weight=config.reward.prm_weight,
             staleness=config.asynchronous.staleness,
             partial_rollout=config.asynchronous.partial_rollout,
