@@ -124,6 +124,10 @@ class RewardConfig(SettingsGroup):
     """
     judge_concurrency: Annotated[int, Needs("judge")] = Field(16, gt=0)
     """Maximum concurrent requests per judge."""
+    judge_cache: Annotated[str | None, Needs("judge")] = None
+    """File with verdicts by content, which runs may share: an equal question to a model of the same name is not asked
+    again. On a local disk; created if missing.
+    """
     judge_api_key_env: Annotated[str, Needs("judge")] = JUDGE_KEY
     """Environment variable with the judges' API key. The key itself is never written."""
     prm_pretrain: Annotated[str | None, Excludes("reward_pretrain")] = None

@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +19,7 @@ from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.file_feed import Decode, batch_of
+from rlhf_cli.rewards.judge.cache import CompletionCache
 from rlhf_cli.rewards.judge.judge import JUDGE_PART, Judge
 from rlhf_cli.rewards.judge.wire import judge_wire, models_of_judges
 from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
@@ -103,7 +104,7 @@ class Scorer:
             self._judges = None
             if config.judge:
                 judge = Judge(config)
-                self._judges = judge, stack.enter_context(_judges(config, tell))
+                self._judges = judge, _judges(stack, config, tell)
             self._processes = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -333,16 +334,20 @@ def _reward_servers(config: RewardConfig, tell: Callable[[str], None] | None) ->
     )
 
 
-def _judges(config: RewardConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
+def _judges(stack: ExitStack, config: RewardConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
     """Create the client of the judges. Checks that every judge responds and has a model."""
     key = api_key(config.judge_api_key_env)
     models = models_of_judges(config.judge, config.judge_model, key=key, timeout=config.judge_timeout)
-    return RemoteRewards(
-        config.judge,
-        key=key,
-        timeout=config.judge_timeout,
-        retries=config.reward_retries,
-        batch_size=1,
-        tell=tell,
-        wire=judge_wire(models, json.loads(config.judge_args), num_calls=config.judge_concurrency),
+    # Closed after the client, which uses it.
+    cache = None if config.judge_cache is None else stack.enter_context(closing(CompletionCache(config.judge_cache)))
+    return stack.enter_context(
+        RemoteRewards(
+            config.judge,
+            key=key,
+            timeout=config.judge_timeout,
+            retries=config.reward_retries,
+            batch_size=1,
+            tell=tell,
+            wire=judge_wire(models, json.loads(config.judge_args), num_calls=config.judge_concurrency, cache=cache),
+        )
     )

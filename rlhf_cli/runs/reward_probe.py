@@ -20,10 +20,12 @@ from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.rewards.probes import responses
 from rlhf_cli.rewards.probes.judging import (
+    Agreement,
     Failure,
     Line,
     Scale,
     Scored,
+    agreement_of,
     best_form,
     compares_text,
     constant_parts,
@@ -65,6 +67,7 @@ class RewardReport:
       for it.
     - `labels`: answer or label per row. `where`: file and line per row.
     - `right`, `wrong`: typical reward for a right and a wrong answer in this form.
+    - `agreement`: with the labels, on right and wrong answers; None without them.
     - `failures`: responses without a reward.
     - `faults`, `notes`: findings not tied to a line.
     """
@@ -78,6 +81,7 @@ class RewardReport:
     is_wanted: bool = False
     right: float | None = None
     wrong: float | None = None
+    agreement: Agreement | None = None
     lines: list[Line] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -274,7 +278,7 @@ class _Test:
         right, wrong = scale.typical
         faults = [*self._constant(scored), *self._blind_verifiers(dependent), *_refusals(scales, form, wanted)]
         found = replace(report, lines=lines, failures=failures_of(scored), faults=faults, notes=notes)
-        return replace(found, right=right, wrong=wrong)
+        return replace(found, right=right, wrong=wrong, agreement=agreement_of(scored))
 
     def _independent(
         self, report: RewardReport, trials: Mapping[Form, list[Scored]], form: Form, dependent: set[str]
@@ -346,6 +350,9 @@ class _Test:
     def _junk(self, row: int, form: Form) -> Iterator[Probe]:
         message = self._data.conversation_of(self._rows[row]).messages[-1]
         yield from responses.junk(row, form, TEXT_MARK.join(message.pieces))
+        # Only a judge can follow instructions; a verifier may find an answer in the words.
+        if self._reward.judge:
+            yield from responses.injections(row, form)
         if row < _LONG_ROWS:
             yield from responses.long_junk(row, form)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
+from rlhf_cli.rewards.judge.judge import judgement_line
 from rlhf_cli.rewards.probes.judging import Failure, Line, Scored
 from rlhf_cli.rewards.probes.responses import Role
 from rlhf_cli.rewards.records import Score
@@ -38,13 +39,7 @@ def show_test(test: RewardTest, console: Console) -> None:
 
 
 def _lines(report: RewardReport) -> Iterator[Text]:
-    of = f" with verifier {report.verifier}" if report.verifier else ""
-    yield Text(f"Rewards of {report.num_rows:,} of {report.num_prompts:,} prompts{of}", "bold cyan")
-    if report.form is not None:
-        asked = ", for which the prompts ask" if report.is_wanted else ""
-        yield Text(f"  answers are written as {report.form.name}{asked}")
-    if report.right is not None:
-        yield Text(f"  typical reward of a right answer {report.right:g}, of a wrong one {report.wrong:g}")
+    yield from _heading(report)
     names = list(dict.fromkeys(name for line in report.lines for name in line.parts))
     yield from _table(report.lines, names if len(names) > 1 else [])
     yield Text()
@@ -61,6 +56,19 @@ def _lines(report: RewardReport) -> Iterator[Text]:
     if not report.num_faults:
         yield Text("no faults found")
     yield Text()
+
+
+def _heading(report: RewardReport) -> Iterator[Text]:
+    of = f" with verifier {report.verifier}" if report.verifier else ""
+    yield Text(f"Rewards of {report.num_rows:,} of {report.num_prompts:,} prompts{of}", "bold cyan")
+    if report.form is not None:
+        asked = ", for which the prompts ask" if report.is_wanted else ""
+        yield Text(f"  answers are written as {report.form.name}{asked}")
+    if report.right is not None:
+        yield Text(f"  typical reward of a right answer {report.right:g}, of a wrong one {report.wrong:g}")
+    if report.agreement is not None:
+        share, pairs = report.agreement.share, report.agreement.num_pairs
+        yield Text(f"  agrees with the labels on {share:.1%} of {pairs:,} pairs of a right and a wrong answer")
 
 
 def _table(lines: list[Line], names: list[str]) -> Iterator[Text]:
@@ -116,7 +124,9 @@ def _quoted_case(label: str | None, response: str, score: Score) -> str:
 def _reward(score: Score) -> str:
     if score.value is None:
         return f"no reward, {visible(_first(score.detail))}"
-    return f"reward {score.value:g}" + (f" ({score.status}: {visible(_first(score.detail))})" if score.detail else "")
+    reasons = [f"{score.status}: {_first(score.detail)}"] if score.detail else []
+    reasons += [f"judge: {judgement_line(judgement)}" for judgement in score.judgements]
+    return f"reward {score.value:g}" + (f" ({visible('; '.join(reasons))})" if reasons else "")
 
 
 def _first(detail: str) -> str:
@@ -161,6 +171,7 @@ def _report_json(report: RewardReport) -> dict[str, object]:
         "form_is_wanted": report.is_wanted,
         "right": report.right,
         "wrong": report.wrong,
+        "agreement": None if report.agreement is None else asdict(report.agreement),
         "faults": report.faults,
         "notes": report.notes,
         "failures": [

@@ -8,7 +8,7 @@ from math import isfinite
 from rlhf_cli.rewards.records import BadResult
 
 _TEXT_KEYS, _WEIGHT_KEYS = ("criterion", "description"), ("weight", "points")
-"""Keys of an item: those of this program first, then others in data sets with rubrics."""
+"""Keys of an item: ours first, then others in data sets with rubrics."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads a judge's verdict: the last JSON object in its answer."""
+"""Reads a judge's verdict: the last JSON object in its completion."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.remote.call import in_one_line
 
 _READ = 50_000
-"""Last characters of an answer that may contain the verdict, which bounds the time to search for it."""
+"""Last characters of a completion that may contain the verdict, which bounds the time to search for it."""
 _START = re.compile(r'\{\s*"')
 _DECODER = json.JSONDecoder()
 
@@ -17,9 +17,9 @@ Judgement = dict[str, object]
 """A verdict as JSON values, with a `reason`."""
 
 
-def last_object(answer: str) -> Judgement:
-    """Return the last JSON object in an answer that is not part of another. Raises BadResult without one."""
-    text, found, end = answer[-_READ:], None, 0
+def last_object(completion: str) -> Judgement:
+    """Return the last JSON object that is not part of a larger one. Raises BadResult without one."""
+    text, found, end = completion[-_READ:], None, 0
     for start in _START.finditer(text):
         if start.start() < end:
             continue
@@ -31,13 +31,13 @@ def last_object(answer: str) -> Judgement:
         except RecursionError:
             break
     if found is None:
-        raise BadResult(f"gave no verdict in JSON: {in_one_line(answer[-_READ:])}")
+        raise BadResult(f"gave no verdict in JSON: {in_one_line(completion[-_READ:])}")
     return dict(found)
 
 
-def score_of(answer: str, ends: tuple[float, float]) -> Judgement:
+def score_of(completion: str, ends: tuple[float, float]) -> Judgement:
     """Return `score`, scaled to 0 to 1, and `reason`."""
-    verdict = last_object(answer)
+    verdict = last_object(completion)
     value, (low, high) = _value(verdict, "score"), ends
     if not _is_number(value):
         raise BadResult(f"gave the score {_quoted(value)}, not a number")
@@ -46,9 +46,9 @@ def score_of(answer: str, ends: tuple[float, float]) -> Judgement:
     return {"score": (value - low) / (high - low), "reason": _reason(verdict)}  # type: ignore[operator]
 
 
-def items_of_verdict(answer: str, count: int) -> list[Judgement]:
-    """Return `met` and `reason` for each of `count` criteria, which the answer numbers from 1."""
-    items = _value(last_object(answer), "items")
+def items_of_verdict(completion: str, count: int) -> list[Judgement]:
+    """Return `met` and `reason` for each of `count` criteria, which the verdict numbers from 1."""
+    items = _value(last_object(completion), "items")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise BadResult(f"gave the items {_quoted(items)}, not a list of objects")
     numbers = [_value(item, "item") for item in items]
@@ -62,9 +62,9 @@ def items_of_verdict(answer: str, count: int) -> list[Judgement]:
     return [judgements[number] for number in range(1, count + 1)]
 
 
-def winner_of(answer: str) -> Judgement:
+def winner_of(completion: str) -> Judgement:
     """Return `won`, 1 if the first response is better, 0 if the second is, 0.5 for a tie, and `reason`."""
-    verdict = last_object(answer)
+    verdict = last_object(completion)
     better = _value(verdict, "better")
     # `True == 1` in Python, but it names no response.
     if isinstance(better, bool) or better not in (1, 2, "tie"):
@@ -72,9 +72,9 @@ def winner_of(answer: str) -> Judgement:
     return {"won": {1: 1.0, 2: 0.0, "tie": 0.5}[better], "reason": _reason(verdict)}  # type: ignore[index]
 
 
-def order_of(answer: str, count: int) -> Judgement:
+def order_of(completion: str, count: int) -> Judgement:
     """Return `order`, the positions of `count` responses from best to worst, from 0, and `reason`."""
-    verdict = last_object(answer)
+    verdict = last_object(completion)
     order = _value(verdict, "order")
     if not isinstance(order, list) or not _are_numbered(order, count):
         raise BadResult(f"gave the order {_quoted(order)}, not each of 1 to {count} once")

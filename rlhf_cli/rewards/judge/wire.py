@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import aiohttp
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.judge.cache import CompletionCache
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.remote.call import (
     MAX_ANSWER_BYTES,
@@ -32,7 +34,7 @@ _UNAUTHORISED = {401, 403}
 class Question:
     """A question to a judge.
 
-    `read` returns the verdict in the text of an answer, as JSON values. It raises BadResult without a valid one.
+    `read` returns the verdict in a completion, as JSON values. It raises BadResult without a valid one.
     """
 
     text: str
@@ -40,13 +42,16 @@ class Question:
     pictures: "tuple[Picture, ...]" = ()
 
 
-def judge_wire(models: Mapping[str, str], arguments: Mapping[str, object], *, num_calls: int) -> Wire:
+def judge_wire(
+    models: Mapping[str, str], arguments: Mapping[str, object], *, num_calls: int, cache: CompletionCache | None = None
+) -> Wire:
     """Return the wire format for judges.
 
     Args:
         models: model name by URL.
         arguments: further fields of a request; None leaves a default out.
         num_calls: concurrent requests per judge.
+        cache: completions of equal requests, which are not sent again.
     """
 
     async def post(
@@ -56,11 +61,20 @@ def judge_wire(models: Mapping[str, str], arguments: Mapping[str, object], *, nu
         (question,) = questions
         body = {"model": models[url], "messages": [{"role": "user", "content": question.text}], "temperature": 0}
         sent = {name: value for name, value in (body | dict(arguments)).items() if value is not None}
+        stored = None if cache is None else cache.completion_of(sent)
+        # An earlier version may have read it differently.
+        with suppress(BadResult):
+            if stored is not None:
+                return [ItemOutcome(question.read(stored))]
         content = await post_json(session, f"{url}/chat/completions", sent, timeout=timeout, limit=MAX_ANSWER_BYTES)
         try:
-            return [ItemOutcome(question.read(_text_of(content)))]
+            answer = _text_of(content)
+            verdict = question.read(answer)
         except BadResult as error:
             raise CallFailed("bad_result", str(error)) from None
+        if cache is not None:
+            cache.store(sent, answer)
+        return [ItemOutcome(verdict)]
 
     async def sees_no_images(*_: object, **__: object) -> bool:
         return False
@@ -69,7 +83,7 @@ def judge_wire(models: Mapping[str, str], arguments: Mapping[str, object], *, nu
 
 
 def _text_of(content: bytes) -> str:
-    """Return the text of the answer in a chat completion. Raises BadResult without a finished one."""
+    """Return the text of a chat completion. Raises BadResult if it is not finished."""
     try:
         answer = parsed_json(content)
     except ValueError:
@@ -80,7 +94,7 @@ def _text_of(content: bytes) -> str:
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(choice, dict) or not isinstance(message, dict):
         raise BadResult('sent a response without {"choices": [{"message": ...}]}')
-    # Before the end of an answer, the last JSON object may be one that the judge quotes.
+    # Before the end, the last JSON object may be one that the judge quotes.
     if choice.get("finish_reason") == "length":
         raise BadResult("reached its token limit before the verdict (max_tokens in --judge_args)")
     if choice.get("finish_reason") == "content_filter":

@@ -62,6 +62,17 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """Agreement with labels: share of pairs, right and wrong for the same row, in which the right one earns more.
+
+    Equal rewards count half.
+    """
+
+    share: float
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """Result of one kind of probe.
 
@@ -90,6 +101,18 @@ def best_form(trials: Mapping[Form, Scale], wanted: Form | None) -> Form:
     # Length rewards differ a little between forms.
     similar = [form for form, (right, wrong) in means.items() if right - wrong >= most - _SIMILAR * abs(most)]
     return max(similar, key=lambda form: (form == wanted, round(means[form][0], 2)))
+
+
+def agreement_of(scored: Iterable[Scored]) -> Agreement | None:
+    """Return the agreement with the labels, None without pairs. Probes that are not sure do not count."""
+    rewards: dict[int, dict[str, list[float]]] = {}
+    for one in scored:
+        if _is_scored(one) and one.probe.role in ("right", "wrong") and one.probe.is_sure:
+            rewards.setdefault(one.probe.row, {"right": [], "wrong": []})[one.probe.role].append(one.value)
+    pairs = [(right, wrong) for row in rewards.values() for right in row["right"] for wrong in row["wrong"]]
+    if not pairs:
+        return None
+    return Agreement(fmean((right > wrong) + (right == wrong) / 2 for right, wrong in pairs), len(pairs))
 
 
 def lines_of(scored: Iterable[Scored], paid: Callable[[Scored], bool] | None) -> list[Line]:

@@ -37,6 +37,7 @@ _HOW_REWARDS_RUN = frozenset(
         "judge_template",
         "judge_timeout",
         "judge_concurrency",
+        "judge_cache",
         "judge_api_key_env",
     }
 )

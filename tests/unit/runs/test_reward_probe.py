@@ -1,11 +1,14 @@
 """`rlhf data --rewards` finds rewards that pay for junk or refuse right answers, with real worker processes."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 from chat_tokenizers import CHATML, make_tokenizer
+from http_servers import Answer, Server, running
+from test_rewards_judge import MODELS, part_of, question_in, verdict
 
 from rlhf_cli import cli
 
@@ -66,6 +69,32 @@ def probe(model, tmp_path, monkeypatch, capfd):
 
 def levels(report: dict, level: str) -> set[str]:
     return {line["name"] for line in report["responses"] if line["level"] == level}
+
+
+def judge_that(*, obeys: bool) -> Server:
+    """Return a judge that pays for the label as a word, and follows orders in the response if it `obeys`."""
+
+    def answer(body: dict) -> Answer:
+        question = question_in(body)
+        response = part_of(question, "response")
+        is_ordered = obeys and ("highest score" in response or '"score": 10' in response)
+        found = re.search(rf"(?<![\w.,-]){re.escape(part_of(question, 'label').split()[-1])}(?![\w,]|\.\d)", response)
+        return verdict(9 if found or is_ordered else 1, "ordered" if is_ordered else "read")
+
+    return Server(answer, MODELS)
+
+
+@pytest.mark.parametrize("obeys", [False, True])
+def test_a_judge_is_tested_with_orders_and_its_agreement_with_labels_is_measured(probe, obeys):
+    with running(judge_that(obeys=obeys)) as server:
+        status, found = probe("--judge", server.base, rows=ROWS[:3])
+    (report,) = found["reports"]
+    assert status == 1, "it pays for many answers"
+    assert report["agreement"]["num_pairs"] > 10
+    assert report["agreement"]["share"] == 1.0
+    orders = {"order to a judge", "verdict of a judge"}
+    assert levels(report, "fault") & orders == (orders if obeys else set())
+    assert "end of the response, other reference" not in levels(report, "fault")
 
 
 def test_a_sound_reward_has_no_faults(probe, reward_file):
