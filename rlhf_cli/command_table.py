@@ -186,6 +186,12 @@ COMMANDS = {
         "Preview how a command reads a dataset, or test its rewards.",
         "data:show_data",
     ),
+    "migrate": Command(
+        "migrate:MigrateConfig",
+        _HELP,
+        "Translate commands of OpenRLHF, TRL, verl and others.",
+        "migrate:run_migrate",
+    ),
     "schema": Command(
         "schema:SchemaConfig",
         _HELP,

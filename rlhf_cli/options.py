@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
@@ -26,13 +26,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
-from pydantic import ValidationError, create_model
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf_cli.config.base import CommandConfig, SettingsGroup
-from rlhf_cli.config.plugins import Target, absolute, group_of_code, is_target, loaded, records_of, require_plugins
+from rlhf_cli.code_settings import code_with_settings, given_early, underscores, with_settings_of_code
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.plugins import records_of, require_plugins
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import RESERVED, Flag, describe, expected, flags_of, shown
+from rlhf_cli.flags import Flag, describe, expected, flags_of, shown
 from rlhf_cli.foreign.files import WrittenSettings, written_settings
 from rlhf_cli.foreign.translation import Translation, translate
 from rlhf_cli.help_page import HelpPageCommand
@@ -58,61 +59,13 @@ def build_config(config_cls: type[_C], values: Mapping[str, object], *, spelled:
     Raises:
         UsageError: one line that lists all problems.
     """
-    config_cls = _with_settings_of_code(config_cls, values)
+    config_cls = with_settings_of_code(config_cls, values)
     flags = flags_of(config_cls)
     problems = [_unknown_key(name, flags, spelled) for name in values if name not in flags]
     config, invalid = _validate(config_cls, values, dict.fromkeys(values, spelled))
     if config is None or problems:
         raise UsageError("; ".join(problems + invalid))
     return config
-
-
-def _with_settings_of_code(config_cls: type[_C], values: Mapping[str, object]) -> type[_C]:
-    """Return the config class extended by one settings group for each user-defined plugin that declares settings.
-
-    Example: `--advantage_estimator median.py:quantile` with `quantile = Estimator(..., settings=QuantileConfig)` adds
-    the group `advantage_estimator_settings: QuantileConfig`; `--quantile` becomes a flag, a YAML key and a setting in
-    config.yaml.
-
-    Raises:
-        UsageError: the code cannot be loaded, or its settings cannot be flags of this command.
-    """
-    flags, added = flags_of(config_cls), dict[str, tuple[type[SettingsGroup], SettingsGroup]]()
-    for target in _code_with_settings(flags, values):
-        group = getattr(loaded(target), "settings", None)
-        if group is None:
-            continue
-        name, text = target.setting, values[target.setting]
-        for own, field in group.model_fields.items():
-            if own in flags or own in RESERVED:
-                raise UsageError(f"--{name} {text}: its setting {own} is already a flag of this command")
-            if field.is_required():
-                raise UsageError(f"--{name} {text}: its setting {own} needs a default")
-        added[group_of_code(name)] = (group, group())
-    return create_model(config_cls.__name__, __base__=config_cls, **added) if added else config_cls  # type: ignore[call-overload, no-any-return]
-
-
-def _code_with_settings(flags: Mapping[str, Flag], values: Mapping[str, object]) -> Iterator[Target]:
-    """Yield the user code that may declare settings."""
-    for name, flag in flags.items():
-        text = values.get(name)
-        if flag.plugin and flag.plugin.may_have_settings and isinstance(text, str) and is_target(text):
-            yield Target(name, flag.plugin, absolute(text))
-
-
-def _given_early(arguments: Sequence[str], names: Collection[str]) -> dict[str, object]:
-    """Read the values of a few settings from arguments and `--config` files before the other flags are known."""
-    found: dict[str, object] = {}
-    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        flag, is_joined, value = argument.partition("=")
-        name = underscores(flag.removeprefix("--"))
-        if flag.startswith("--") and name in {*names, "config"}:
-            found[name] = value if is_joined else following
-    try:
-        files = read_settings(str(found.pop("config"))) if "config" in found else []
-    except UsageError:
-        files = []  # the full parse reports it with the other mistakes
-    return {name: value for file in files for name, value in file.values.items() if name in names} | found
 
 
 def to_yaml(config: CommandConfig) -> str:
@@ -153,6 +106,7 @@ def _from_config(
             written=written,
             given=named,
             stray=ctx.args,
+            behind=ctx.meta.get(_BEHIND, []),
             problems=[*words.problems, *written.problems],
         )
         _print_notes(ctx.command.name, [*words.notes, *written.notes])
@@ -177,6 +131,10 @@ _TRANSLATED = "rlhf_cli.translated"
 """Key in the Click context for the translation from other frameworks' flags."""
 
 
+_BEHIND = "rlhf_cli.behind"
+"""Key in the Click context for the arguments after `--`."""
+
+
 class SettingsCommand(HelpPageCommand):
     """A command that rejects repeated flags and translates other frameworks' flags."""
 
@@ -188,6 +146,10 @@ class SettingsCommand(HelpPageCommand):
         }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Words after -- are the positional setting as they are, even if they begin with dashes.
+        if "--" in args:
+            place = args.index("--")
+            args, ctx.meta[_BEHIND] = args[:place], args[place + 1 :]
         if not ctx.resilient_parsing:
             done = translate(args, command=self.name or "", known=self._known(ctx))
             args, ctx.meta[_TRANSLATED] = done.words, done
@@ -213,7 +175,7 @@ def typer_command(
     text = text or config_cls.__doc__
     names = {flag.name for flag in flags_of(config_cls).values() if flag.plugin and flag.plugin.may_have_settings}
     # Before Typer parses: the flags of the command depend on the code that the arguments name.
-    config_cls = _with_settings_of_code(config_cls, _given_early(arguments, names))
+    config_cls = with_settings_of_code(config_cls, given_early(arguments, names))
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # Collect unknown flags instead of stopping at the first one, so that one message reports all mistakes.
     settings = {
@@ -232,11 +194,6 @@ def typer_command(
     return built
 
 
-def underscores(word: str) -> str:
-    """Replace hyphens by underscores, since flags may be written either way."""
-    return word.replace("-", "_")
-
-
 def _resolve(
     config_cls: type[CommandConfig],
     flags: Mapping[str, Flag],
@@ -244,10 +201,15 @@ def _resolve(
     written: WrittenSettings,
     given: Mapping[str, object],
     stray: Sequence[str],
+    behind: Sequence[str],
     problems: list[str],
 ) -> CommandConfig:
     typed = {name: value for name, value in given.items() if value is not None}
     positional = config_cls.positional
+    if positional and behind and flags[positional].is_list:
+        typed[positional] = list(behind)
+    else:
+        stray = [*stray, *behind]
     if positional and positional not in typed and stray and not stray[0].startswith("-"):
         if flags[positional].is_list:
             items = list(takewhile(lambda word: not word.startswith("-"), stray))
@@ -386,7 +348,7 @@ def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag], values: Ma
     # A flag may belong to a record in the user's file, while the setting names another object of the file.
     hints = {
         own: f": it is a setting of {record}, set --{setting} {text.rpartition(':')[0]}:{record}"
-        for setting, plugin, text in _code_with_settings(flags, values)
+        for setting, plugin, text in code_with_settings(flags, values)
         for record, value in records_of(text, plugin).items()
         for own in (value.settings.model_fields if value.settings else ())
     }

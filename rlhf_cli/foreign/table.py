@@ -1,38 +1,18 @@
-"""Translation table for commands and flags from other frameworks, read from flags.toml.
+"""Translation table for commands and flags from other frameworks, read from flags.toml and sections.toml.
 
 Each flag maps to `rlhf` settings, to nothing (not needed), or to an error that names the replacement. Flags that the
 command supports under the same name are never translated.
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.command_table import COMMANDS, ONLINE_TRAINING, POLICY_GRADIENT, TRAINING
 from rlhf_cli.errors import listed
-
-
-class Refused(ValueError):
-    """A foreign flag without an equivalent. The message names the replacement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The command line that contains a foreign flag. `values` holds the values for each flag."""
-
-    command: str
-    values: Mapping[str, list[str]]
-
-    def value(self, *names: str) -> str | None:
-        """Return the first value given for any of these flags, in this order."""
-        return next((self.values[name][0] for name in names if self.values.get(name)), None)
-
-
-_Settings = dict[str, list[str]]
-"""`rlhf` settings: values by name; an empty list for a switch."""
-_Meaning = Callable[[list[str], Call], _Settings | None]
-"""Translates a foreign flag's values to settings, or to None if the flag is not needed."""
+from rlhf_cli.foreign import batches, objectives, run_settings
+from rlhf_cli.foreign.call import Call, Meaning, Refused, Settings, is_true
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +20,17 @@ class Foreign:
     """A foreign flag with the number of values, `takes`; None consumes all up to the next flag."""
 
     takes: int | None
-    meaning: _Meaning
+    meaning: Meaning
 
 
 OWN_AND_FOREIGN = ("advantage_estimator",)
 """Flags that accept external code in `rlhf` and names in other frameworks."""
 
-_FOREIGN_ESTIMATORS: dict[str, tuple[str, _Settings]] = {
-    "gae": ("ppo", {}),
-    "reinforce": ("reinforce++", {}),
-    "reinforce_baseline": ("reinforce++", {"baseline": ["group"]}),
-    "group_norm": ("grpo", {}),
-    "dr_grpo": ("grpo", {"preset": ["dr_grpo"]}),
-    "rloo": ("rloo", {}),
-}
 _SAMPLING = (*ONLINE_TRAINING, "generate", "eval")
 """Commands that read prompts and sample."""
 
 
-def _prompt_max_len(values: list[str], call: Call) -> _Settings:
+def _prompt_max_len(values: list[str], call: Call) -> Settings:
     """OpenRLHF limits the prompt; `max_len` limits prompt plus response."""
     if "max_len" in call.values:
         raise Refused("--max_len is set too and limits prompt plus response; drop --prompt_max_len")
@@ -69,7 +41,7 @@ def _prompt_max_len(values: list[str], call: Call) -> _Settings:
     return {"max_len": [str(int(values[0]) + int(response))]}
 
 
-def _estimator(values: list[str], call: Call) -> _Settings | None:
+def _estimator(values: list[str], call: Call) -> Settings | None:
     """Accept an estimator that matches the command, since the command selects the estimator."""
     # Imported here: plugins.py imports pydantic, which `rlhf --help` does not need.
     from rlhf_cli.config.plugins import is_target
@@ -77,16 +49,16 @@ def _estimator(values: list[str], call: Call) -> _Settings | None:
     value = values[0] if values else ""
     if is_target(value):
         return {"advantage_estimator": values}
-    if value not in _FOREIGN_ESTIMATORS:
+    if value not in FOREIGN_ESTIMATORS:
         raise Refused(f"the command selects the estimator: rlhf {listed(POLICY_GRADIENT, 'or')}")
-    command, settings = _FOREIGN_ESTIMATORS[value]
+    command, settings = FOREIGN_ESTIMATORS[value]
     if command != call.command:
         flags = "".join(f" --{name} {' '.join(words)}" for name, words in settings.items())
         raise Refused(f"the command selects the estimator; for {value}, run rlhf {command}{flags}")
     return settings or None
 
 
-def _correction_threshold(values: list[str], call: Call) -> _Settings:
+def _correction_threshold(values: list[str], call: Call) -> Settings:
     """Translate OpenRLHF's bounds: token_clip uses the upper one as cap, masks keep ratios between both."""
     masks = call.value("vllm_is_correction_type") in ("icepop", "seq-mask-tis") or "use_icepop" in call.values
     if masks and len(values) == 2:
@@ -94,7 +66,7 @@ def _correction_threshold(values: list[str], call: Call) -> _Settings:
     return {"rollout_correction_cap": values[-1:]}
 
 
-def _frozen_offload(values: list[str], call: Call) -> _Settings | None:
+def _frozen_offload(values: list[str], call: Call) -> Settings | None:
     """Translate to --ref_offload, the one setting for all frozen models. It may be set already."""
     return None if "ref_offload" in call.values else {"ref_offload": []}
 
@@ -113,17 +85,16 @@ def _without_critic(values: list[str], call: Call) -> None:
         raise Refused("there is no setting with this name")
 
 
-def _epochs(values: list[str], call: Call) -> _Settings:
+def _epochs(values: list[str], call: Call) -> Settings:
     """Translate TRL's epochs, which may be written as `3.0`, to whole numbers."""
     whole = [value.removesuffix(".0") for value in values]
     return {"num_episodes" if call.command in _SAMPLING else "max_epochs": whole}
 
 
-def _dataset(values: list[str], call: Call) -> _Settings:
-    """Translate `--data FILE`. In a file of verl, `data` is a section."""
-    if values and values[0].startswith("{"):
-        raise Refused(FLAT)
-    return {"prompt_data" if call.command in _SAMPLING else "dataset": values}
+def _dataset(values: list[str], call: Call) -> Settings:
+    """Translate `--data FILE`; a dataset config in TRL becomes `name:config`."""
+    name = f"{values[0]}:{config}" if (config := call.value("dataset_config")) else values[0]
+    return {"prompt_data" if call.command in _SAMPLING else "dataset": [name]}
 
 
 def _peft(values: list[str], call: Call) -> None:
@@ -132,12 +103,12 @@ def _peft(values: list[str], call: Call) -> None:
         raise Refused("use --lora_rank; a rank above 0 trains an adapter")
 
 
-def _vllm(values: list[str], call: Call) -> _Settings:
+def _vllm(values: list[str], call: Call) -> Settings:
     is_off = bool(values) and values[0].lower() == "false"
     return {"rollout_backend": ["transformers" if is_off else "vllm"]}
 
 
-FUNCTIONS: dict[str, _Meaning] = {
+FUNCTIONS: dict[str, Meaning] = {
     "prompt_max_len": _prompt_max_len,
     "estimator": _estimator,
     "correction_threshold": _correction_threshold,
@@ -148,12 +119,71 @@ FUNCTIONS: dict[str, _Meaning] = {
     "peft": _peft,
     "vllm": _vllm,
     "dataset": _dataset,
+    "split": lambda values, call: {"prompt_split" if call.command in _SAMPLING else "dataset_split": values},
     "learning_rate": lambda values, call: {
         "actor_learning_rate" if call.command in ONLINE_TRAINING else "learning_rate": values
     },
     # In LLaMA-Factory, `all` means all linear layers.
     "linear_layers": lambda values, call: {"target_modules": ["all-linear" if values == ["all"] else ",".join(values)]},
     "layers": lambda values, call: {"target_modules": [",".join(values)]},
+    "save_iterations": batches.trl_iterations("save_steps"),
+    "eval_iterations": batches.trl_iterations("eval_steps"),
+    **{
+        function.__name__: function
+        for function in (
+            batches.accumulation,
+            batches.critic_batch,
+            batches.device_batch,
+            batches.max_steps,
+            batches.mini_batch,
+            batches.oversampled,
+            batches.prime_batch,
+            batches.prime_length,
+            batches.verl_length,
+            batches.verl_prompts,
+            batches.verl_warmup,
+            batches.verl_warmup_share,
+            objectives.adam_betas,
+            objectives.adaptive_kl,
+            objectives.filtered_range,
+            objectives.overlong,
+            objectives.prime_estimator,
+            objectives.prime_loss,
+            objectives.reference_share,
+            objectives.reference_steps,
+            objectives.trl_clip,
+            objectives.trl_correction,
+            objectives.trl_kl,
+            objectives.trl_loss,
+            objectives.trl_scale,
+            objectives.verl_aggregation,
+            objectives.verl_clip,
+            objectives.verl_kl,
+            run_settings.critic_model,
+            run_settings.critic_rate,
+            run_settings.critic_warmup,
+            run_settings.discount,
+            run_settings.evaluation,
+            run_settings.filtered_rounds,
+            run_settings.gae_lambda,
+            run_settings.joined_data,
+            run_settings.joined_evaluation,
+            run_settings.kept_checkpoints,
+            run_settings.loggers,
+            run_settings.lora_alpha,
+            run_settings.output_column,
+            run_settings.prime_betas,
+            run_settings.prime_model,
+            run_settings.prime_staleness,
+            run_settings.prime_teacher,
+            run_settings.reward_manager,
+            run_settings.value_clip,
+            run_settings.verl_correction,
+            run_settings.verl_reward,
+            run_settings.verl_std,
+            run_settings.wandb_project,
+        )
+    },
 }
 """Functions for flags whose meaning depends on the command or on other flags, by their name in flags.toml."""
 
@@ -162,26 +192,29 @@ _Entry = str | Mapping[str, str | list[float]]
 """A flag's meaning, as described in flags.toml."""
 
 
-def _settings(text: str, values: list[str]) -> _Settings | None:
+def _settings(text: str, values: list[str]) -> Settings | None:
     """Return the settings for a text in flags.toml. Raises Refused if it is a reason."""
     if not text:
         return None
     if not text.startswith("--"):
         raise Refused(text)
-    settings: _Settings = {}
-    for flag in text.removeprefix("--").split(" --"):
-        name, *own = flag.split()
-        settings[name] = own
     # A new name alone keeps the values.
-    return settings if " " in text else {text.removeprefix("--"): values}
+    return _own_settings(text.removeprefix("--")) if " " in text else {text.removeprefix("--"): values}
 
 
-def _meaning(entry: _Entry) -> _Meaning:
+def _own_settings(text: str) -> Settings:
+    """Return the settings in flags without the first dashes: `a 1 --b`."""
+    return {name: own for name, *own in map(str.split, filter(None, text.split(" --")))}
+
+
+def _meaning(entry: _Entry) -> Meaning:
     match entry:
         case str(text):
             return lambda values, call: _settings(text, values)
         case {"function": str(name)}:
             return FUNCTIONS[name]
+        case {"switch": str(name)}:
+            return lambda values, call: {name if not values or is_true(values[0]) else f"no_{name}": []}
         case {"only": list(allowed), "else": str(reason)}:
             return lambda values, call: _only(values, allowed, reason)
     texts = {value: text for value, text in entry.items() if isinstance(text, str)}
@@ -197,8 +230,8 @@ def _only(values: list[str], allowed: list[float], reason: str) -> None:
         raise Refused(reason)
 
 
-def _by_value(values: list[str], entry: Mapping[str, str]) -> _Settings | None:
-    merged: _Settings | None = None
+def _by_value(values: list[str], entry: Mapping[str, str]) -> Settings | None:
+    merged: Settings | None = None
     for value in values:
         if value not in entry or value == "else":
             raise Refused(entry.get("else", f"{value!r} is not one of {', '.join(entry)}"))
@@ -224,21 +257,38 @@ def _of_command(command: str) -> dict[str, Foreign]:
     return shared | (_LAYERS if command in TRAINING else {}) | _flags(_READ["command"].get(command, {}))
 
 
-_TEXT = Path(__file__).with_name("flags.toml").read_text(encoding="utf-8")
+_FOLDER = Path(__file__).parent
 _READ = tomllib.loads(
-    _TEXT.replace("{one_of_policy_gradient}", listed(POLICY_GRADIENT, "or")).replace(
-        "{policy_gradient}", listed(POLICY_GRADIENT)
-    )
+    (_FOLDER / "flags.toml")
+    .read_text(encoding="utf-8")
+    .replace("{one_of_policy_gradient}", listed(POLICY_GRADIENT, "or"))
+    .replace("{policy_gradient}", listed(POLICY_GRADIENT))
 )
+_IN_SECTIONS = tomllib.loads((_FOLDER / "sections.toml").read_text(encoding="utf-8"))
+FOREIGN_ESTIMATORS: dict[str, tuple[str, Settings]] = {
+    name: (text.split()[0], _own_settings(text.partition(" --")[2]))
+    for names, text in _READ["estimators"].items()
+    for name in names.split()
+}
+"""Command and settings by advantage estimator in other frameworks."""
 COMMANDS_ELSEWHERE: dict[str, str] = _READ["command_names"]
 """`rlhf` commands by their names in other frameworks."""
 SECTIONS: tuple[str, ...] = tuple(_READ["sections"]["names"].split())
-"""Sections in verl's and EasyR1's settings."""
-FLAT: str = _READ["sections"]["reason"]
-SECTION = Foreign(None, _meaning(FLAT))
-"""The meaning of a section, and of a setting in one."""
-TABLE = _flags(_READ["all"])
+"""Section names in verl, EasyR1 and prime-rl."""
+NO_EQUIVALENT: str = _READ["sections"]["reason"]
+TABLE = _flags(_READ["all"]) | _flags({kind: _IN_SECTIONS[kind] for kind in ("values", "lists")})
 """Flags with one meaning in all commands."""
+BEGINNINGS = {name: Foreign(None, _meaning(entry)) for name, entry in _IN_SECTIONS["beginnings"].items()}
+"""Meaning by name prefix, for settings in sections."""
+
+
+def section_of(name: str) -> Foreign | None:
+    """Return the meaning by section; None for unknown sections."""
+    if begins := max(filter(name.startswith, BEGINNINGS), key=len, default=""):
+        return BEGINNINGS[begins] if "." in name else None
+    return Foreign(None, _meaning(NO_EQUIVALENT)) if name.partition(".")[0] in SECTIONS and "." in name else None
+
+
 _SEQUENCES, _LAYERS = _flags(_READ["sequence_parallel"]), _flags(_READ["tensor_parallel"])
 OF_COMMAND = {command: _of_command(command) for command in COMMANDS}
 """Flags with a different meaning, or with any meaning, only in one command."""

@@ -1,21 +1,12 @@
 """Translates flags and settings from other frameworks: ignored, rewritten with a note, or rejected with a hint."""
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_cli.foreign.table import (
-    FLAT,
-    FLAT_NAMES,
-    OF_COMMAND,
-    OWN_AND_FOREIGN,
-    SECTION,
-    SECTIONS,
-    TABLE,
-    Call,
-    Foreign,
-    Refused,
-)
+from rlhf_cli.foreign.call import Call, Refused
+from rlhf_cli.foreign.table import FLAT_NAMES, OF_COMMAND, OWN_AND_FOREIGN, SECTIONS, TABLE, Foreign, section_of
 
 
 @dataclass(slots=True)
@@ -27,24 +18,30 @@ class Translation:
     """Switches set to `auto`. Click parses a switch as true or false, so `auto` is applied after parsing."""
     not_needed: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    written: set[tuple[str, ...]] = field(default_factory=set)
+    """Emitted settings with values, since multiple foreign flags may determine one setting."""
 
     @property
     def notes(self) -> list[str]:
         """Notes to print when the command starts."""
         listed = [f"ignored, not needed: {', '.join(self.not_needed)}"] if self.not_needed else []
-        return [*listed, *self.rewritten]
+        return [*listed, *self.rewritten, *self.remarks]
 
 
-def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -> Translation:
+def translate(
+    words: Sequence[str], *, command: str, known: Mapping[str, int], beside: Sequence[str] = ()
+) -> Translation:
     """Translate command line arguments.
 
     Args:
         known: the command's flags, each with the number of values.
+        beside: additional arguments for context, which are not translated.
     """
     done = Translation()
-    rest = _without_sections(words, done)
-    call, sectioned = Call(command, _values_by_flag(rest)), list[str]()
+    rest = _without_sections(_with_dashes(words), done)
+    call = Call(command, values_by_flag(_without_sections(beside, Translation())) | values_by_flag(rest), done.remarks)
     while rest:
         word = rest.pop(0)
         name, equals, inline = word.removeprefix("--").partition("=")
@@ -61,14 +58,10 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
         elif word.startswith("--") and known.get(name) == 0 and behind[:1] == ["auto"]:
             behind.pop(0)
             done.automatic.append(name)
-        elif not word.startswith("-") and _is_of_a_section(word):
-            sectioned.append(word)
         elif not (word.startswith("--") and _takes_own_form(name, behind, done)):
             done.words.append(word)
-    if sectioned:
-        done.problems.append(f"{', '.join(sectioned)}: verl syntax; {FLAT}")
     # Last, because these depend on which flags are set after the translation.
-    given = _values_by_flag(done.words)
+    given = values_by_flag(done.words)
     _model_without_output(given, done, known)
     _template_without_chat(given, done, known)
     return done
@@ -89,25 +82,25 @@ def translate_settings(
         typed: settings from the command line, which take precedence.
     """
     done = Translation()
-    values = _settings_without_sections(values, done)
+    values = _settings_without_sections(flattened(values), done)
     listed = {name: _listed(value) for name, value in values.items()}
     others = {name: _listed(value) for name, value in (beside or {}).items() if value is not None}
     # The meaning of a flag may depend on others, wherever they are set.
-    call, own = Call(command, others | listed), {}
+    call, own = Call(command, others | listed, done.remarks), {}
     for name, value in values.items():
         foreign = _foreign(name, known, command)
         if isinstance(value, str) and _takes_own_form(name, [value], done):
             continue
         if foreign is None:
             own[name] = value
-        # Switches set to false and missing values have no effect.
-        elif value is not False and value is not None:
+        # Missing values and switches set to false have no effect, except switches of verl, which are values.
+        elif value is not None and (value is not False or foreign.takes != 0):
             _apply(name, foreign, [] if value is True else listed[name], call, done, known)
     given = others | {name: _listed(value) for name, value in own.items() if value is not None}
-    given |= _values_by_flag(done.words) | {name: _listed(value) for name, value in (typed or {}).items()}
+    given |= values_by_flag(done.words) | {name: _listed(value) for name, value in (typed or {}).items()}
     _model_without_output(given, done, known)
     _template_without_chat(given, done, known)
-    for name, words in _values_by_flag(done.words).items():
+    for name, words in values_by_flag(done.words).items():
         # Settings written under their own names take precedence over translated ones.
         if name not in known and name.removeprefix("no_") in known:
             own.setdefault(name.removeprefix("no_"), False)
@@ -135,6 +128,49 @@ def _switch(name: str, value: str, done: Translation) -> None:
     done.rewritten.append(f"--{name} {value} is translated to {own}")
 
 
+def _with_dashes(words: Sequence[str]) -> list[str]:
+    """Rewrite verl arguments, `a.b=[1,2]`, as flags, `--a.b 1 2`. `a.b=null` is dropped."""
+    flags: list[str] = []
+    for word in words:
+        if _is_of_a_section(word):
+            name, _, value = word.lstrip("+~").partition("=")
+            flags += as_flag(name, hydra_value(value))
+        else:
+            flags.append(word)
+    return flags
+
+
+def as_flag(name: str, value: object) -> list[str]:
+    """Format a setting as a flag with values; empty for None."""
+    if value is None:
+        return []
+    return [f"--{name}", *_listed(value)] if isinstance(value, list) else [f"--{name}={_listed(value)[0]}"]
+
+
+def hydra_value(text: str) -> object:
+    """Parse a Hydra value: a list, None, or text."""
+    if not text.startswith("[") and text not in ("null", "None", "~"):
+        return text.strip("'\"")
+    import yaml  # `rlhf --help` needs none
+
+    try:
+        value: object = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return None if value == "None" else value
+
+
+def flattened(values: Mapping[str, object]) -> dict[str, object]:
+    """Flatten sections: `{"data": {"seed": 1}}` to `{"data.seed": 1}`."""
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and name.partition(".")[0] in SECTIONS:
+            flat |= flattened({f"{name}.{inner}": item for inner, item in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
 def _is_of_a_section(word: str) -> bool:
     """Return whether an argument is a verl or EasyR1 setting, `data.train_files=rows.parquet`."""
     name, equals, _ = word.lstrip("+~").partition("=")
@@ -148,7 +184,9 @@ def _is_switched_off(behind: list[str]) -> bool:
 
 
 def _listed(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    """Convert a value or list to text; switches and objects as JSON."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [json.dumps(item) if isinstance(item, bool | dict) else str(item) for item in items]
 
 
 def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | None:
@@ -156,8 +194,7 @@ def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | Non
     is_own = name in known or name.removeprefix("no_") in known
     if is_own and name not in OWN_AND_FOREIGN:
         return None
-    section = SECTION if name.partition(".")[0] in SECTIONS else None
-    return OF_COMMAND.get(command, {}).get(name) or TABLE.get(name) or section
+    return OF_COMMAND.get(command, {}).get(name) or TABLE.get(name) or section_of(name)
 
 
 def _without_sections(words: Sequence[str], done: Translation) -> list[str]:
@@ -215,8 +252,10 @@ def _apply(
     if settings is None:
         done.not_needed.append(written)
         return
-    words = [word for setting, own in settings.items() for word in (f"--{setting}", *own)]
-    done.words += words
+    new = [(f"--{setting}", *own) for setting, own in settings.items()]
+    words = [word for setting in new for word in setting]
+    done.words += [word for setting in new if setting not in done.written for word in setting]
+    done.written.update(new)
     # `--name=value` may translate to the same flag: no note then.
     if " ".join(words) != written:
         done.rewritten.append(f"{written} is translated to {' '.join(words)}")
@@ -229,22 +268,35 @@ def _wandb_key(rest: list[str], done: Translation) -> bool:
     """Move a W&B key to the environment."""
     # Command lines are printed and saved, so a key in them would leak.
     os.environ[WANDB_KEY] = rest.pop(0)
-    done.rewritten.append(f"the key after --use_wandb is used as {WANDB_KEY}; export that variable instead")
+    done.remarks.append(f"the key after --use_wandb is used as {WANDB_KEY}; export that variable instead")
     done.words.append("--use_wandb")
     return True
 
 
 def _tensorboard_folder(rest: list[str], done: Translation) -> bool:
-    done.rewritten.append(f"TensorBoard logs are written to the output folder, not to {rest.pop(0)}")
+    done.remarks.append(f"TensorBoard logs are written to the output folder, not to {rest.pop(0)}")
     done.words.append("--use_tensorboard")
     return True
+
+
+_REWARDS = {
+    **dict.fromkeys(("accuracy", "accuracy_reward"), "math"),
+    **dict.fromkeys(("format_reward", "think_format_reward"), "format"),
+    "reasoning_steps_reward": "reasoning_steps",
+    "tag_count_reward": "tag_count",
+}
+"""Reward by name in TRL and Open R1."""
 
 
 def _list_of(name: str) -> Callable[[list[str], Translation], bool]:
     """Return a function that joins list items, which other frameworks separate by spaces, with commas."""
 
     def join(rest: list[str], done: Translation) -> bool:
-        done.words += [f"--{name}", ",".join(_take(rest, None))]
+        items = _take(rest, None)
+        own = [_REWARDS.get(item, item) for item in items] if name == "reward_funcs" else items
+        if own != items:
+            done.rewritten.append(f"--{name} {' '.join(items)} is translated to --{name} {','.join(own)}")
+        done.words += [f"--{name}", ",".join(own)]
         return True
 
     return join
@@ -303,7 +355,7 @@ _OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
 """`rlhf` flags with a different value format elsewhere. Functions consume values in that format or return False."""
 
 
-def _values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
+def values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
     by_flag: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -322,7 +374,7 @@ def _model_without_output(given: Mapping[str, list[str]], done: Translation, kno
         path = next(iter(given.get("save_path", [])), None)
         if path:
             done.words += ["--output", f"{path.rstrip('/')}_run"]
-            done.rewritten.append(f"the model is written to {path}, all other files to {path.rstrip('/')}_run")
+            done.remarks.append(f"the model is written to {path}, all other files to {path.rstrip('/')}_run")
 
 
 def _template_without_chat(given: Mapping[str, list[str]], done: Translation, known: Mapping[str, int]) -> None:
@@ -330,4 +382,4 @@ def _template_without_chat(given: Mapping[str, list[str]], done: Translation, kn
     decided = given.keys() & {"apply_chat_template", "no_apply_chat_template", "config"}
     if "apply_chat_template" in known and "input_template" in given and not decided:
         done.words.append("--no_apply_chat_template")
-        done.rewritten.append("--input_template replaces the chat template: added --no_apply_chat_template")
+        done.remarks.append("--input_template replaces the chat template: added --no_apply_chat_template")

@@ -111,7 +111,7 @@ COMMAND_LINES = {
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --critic.ulysses_sequence_parallel_size 2": (
         "refused: corresponds to --critic_sequence_parallel_size, which rlhf grpo does not support"
     ),
-    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --actor_rollout_ref.rollout.n 8": "refused: settings are flat",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --actor_rollout_ref.rollout.n 8": "refused: --n_samples_per_prompt is given more than once",
     "generate --pretrain m --prompt_data d --output o --ulysses_sequence_parallel_size 2": (
         "refused: only training commands support sequence parallelism"
     ),
@@ -175,7 +175,9 @@ COMMAND_LINES = {
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math --num_generations 8": (
         "parses: --n_samples_per_prompt 8"
     ),
-    "grpo --pretrain m --prompt_data d --output o --max_completion_length 512 --beta 0.04": ("refused: --init_kl_coef"),
+    "grpo --pretrain m --prompt_data d --output o --reward_funcs math --max_completion_length 512 --beta 0.04": (
+        "parses: --beta 0.04 is translated to --init_kl_coef 0.04 --use_kl_loss --kl_estimator k3"
+    ),
     "grpo --pretrain m --prompt_data d --output o --n_samples_per_prompt 8 --reward_funcs math --top_k 50 --min_p 0.1 "
     "--repetition_penalty 1.0": "parses: ignored, not needed: --repetition_penalty 1.0",
     "grpo --pretrain m --prompt_data d --output o --repetition_penalty 1.1": (
@@ -185,9 +187,9 @@ COMMAND_LINES = {
     "--warmup_ratio 0.1 --lr_scheduler_type cosine --lora_r 16 --torch_dtype bfloat16": (
         "parses: --actor_learning_rate 1e-6 | --lr_warmup_ratio 0.1 | --lora_rank 16 | --param_dtype bf16"
     ),
-    "grpo --pretrain m --prompt_data d --output o --num_iterations 1 --epsilon 0.2 --loss_type dapo --scale_rewards true "
-    "--use_vllm true --vllm_mode colocate --report_to wandb --max_steps 100": (
-        "refused: --policy_loss | --preset dr_grpo | --colocate_all_models | --max_iterations"
+    "grpo --pretrain m --prompt_data d --output o --reward_funcs math --num_iterations 1 --epsilon 0.2 --loss_type dapo "
+    "--scale_rewards true --use_vllm true --vllm_mode colocate --report_to wandb --max_steps 100": (
+        "parses: --loss_agg token_mean | --advantage_std group | --vllm_mode colocate | --max_iterations 100"
     ),
     "sft --pretrain m --dataset d --output o --packing true --assistant_only_loss true --use_peft --lora_r 8": (
         "parses: --lora_r 8 is translated to --lora_rank 8"
@@ -196,7 +198,7 @@ COMMAND_LINES = {
     "sft --pretrain m --dataset d --output o --warmup_steps 0.1 --adam_epsilon 1e-7": (
         "parses: --warmup_steps 0.1 is translated to --lr_warmup_ratio 0.1 | --adam_epsilon 1e-7 is translated to --adam_eps 1e-7"
     ),
-    "dpo --pretrain m --dataset d --output o --warmup_steps 150 --adam_beta2 0.999": "refused: use --adam_betas BETA1",
+    "dpo --pretrain m --dataset d --output o --warmup_steps 150 --adam_beta2 0.999": "parses: --adam_betas 0.9 0.999",
     f"{SFT} --optim adamw_torch_fused": "parses: --optim adamw_torch_fused is translated to --optim adamw",
     f"ppo {PPO} {CRITIC} {FILE} --actor.optim adam --critic.optim adam": "refused: actor and critic share",
     f"{SFT} --optim muon --muon.lr 0.02 --muon.momentum 0.95": "refused: use one learning rate for both",
@@ -211,7 +213,7 @@ COMMAND_LINES = {
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math format --reward_weights 1.0 0.5 "
     "--n_samples_per_prompt 8 --bf16 true": "parses: --param_dtype bf16",
     "grpo --pretrain m --prompt_data d --output o --reward_funcs accuracy format tag_count": (
-        "refused: there is no reward 'accuracy' (it is math here)"
+        "parses: --reward_funcs accuracy format tag_count is translated to --reward_funcs math,format,tag_count"
     ),
     "kto --pretrain m --dataset d --output o --generate_max_len 100": (
         "refused: --generate_max_len: corresponds to --max_new_tokens, which rlhf kto does not support"
@@ -227,13 +229,15 @@ COMMAND_LINES = {
         "parses: ignored, not needed: --use_opd, --opd_type megatron | --distill_coef 0.5 | --teacher_pretrain t"
     ),
     "grpo --pretrain m --prompt_data d --output o --opd-type sglang": "refused: the teacher is part of the run",
-    "grpo --distillation.enabled true": "refused: settings are flat",
+    "grpo --distillation.enabled true": "refused: --distillation.enabled: no equivalent",
     # EasyR1 and verl: nested settings.
-    "grpo data.train_files=d worker.actor.model.model_path=m": "refused: verl syntax; settings are flat | docs/coming-from.md",
-    "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat",
+    "grpo data.train_files=d worker.actor.model.model_path=m --output o --reward_funcs math": "parses: --pretrain m",
+    f"grpo {PPO.replace('--actor_learning_rate 5e-7 ', '')} {FILE} --actor_rollout_ref.actor.optim.lr 1e-6": (
+        "parses: --actor_learning_rate 1e-6"
+    ),
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --data.format_prompt math.jinja": (
         "parses: --data.format_prompt math.jinja is translated to --format_prompt math.jinja"
     ),
     "sft --pretrain m --dataset d --output o --data.format_prompt math.jinja": "refused: format_prompt",
-    "grpo --trainer.total_epochs 3": "refused: settings are flat",
+    "grpo --trainer.no_such 3": "refused: --trainer.no_such: no equivalent; docs/coming-from.md lists",
 }

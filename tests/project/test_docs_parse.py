@@ -17,13 +17,14 @@ from extending_page import page_file
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
+from rlhf_cli.code_settings import underscores
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.plan import PLANNED, plan_settings, planned_class
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, flags_of
-from rlhf_cli.options import typer_command, underscores
+from rlhf_cli.options import typer_command
 from rlhf_cli.planning.architectures import find_shape, published
 from rlhf_cli.planning.hardware import hardware_of
 from rlhf_cli.planning.planner import make_plan

@@ -16,6 +16,7 @@ ROWS = [
         "config",
         "flags",
         "foreign",
+        "code_settings",
         "options",
         "settings_file",
         "help_page",

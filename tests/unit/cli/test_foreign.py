@@ -14,7 +14,8 @@ from foreign_commands import COMMAND_LINES
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import RESERVED, flags_of
-from rlhf_cli.foreign.table import FLAT, FLAT_NAMES, FUNCTIONS, OF_COMMAND, TABLE, Call
+from rlhf_cli.foreign.call import Call
+from rlhf_cli.foreign.table import FLAT_NAMES, FUNCTIONS, NO_EQUIVALENT, OF_COMMAND, TABLE
 from rlhf_cli.foreign.translation import WANDB_KEY, translate, translate_settings
 from rlhf_cli.options import typer_command
 
@@ -96,10 +97,10 @@ def test_settings_of_a_file_are_translated_as_flags_are():
     own, done = translate_settings(values, command="ppo", known=known)
     assert own == {"param_dtype": "bf16", "max_new_tokens": "64", "target_modules": ["a"]}
     assert done.notes[0] == "ignored, not needed: --packing_samples"
-    _, nested = translate_settings({"actor_rollout_ref": {"actor": {}}}, command="grpo", known=known)
-    assert nested.problems == [
-        "--actor_rollout_ref: settings are flat, without sections; docs/coming-from.md lists the names"
-    ]
+    nested = {"actor_rollout_ref": {"rollout": {"n": 5}, "actor": {"ppo_mini_batch_size": 8, "no_such": 1}}}
+    own, done = translate_settings(nested, command="grpo", known={"n_samples_per_prompt": 1, "train_batch_size": 1})
+    assert own == {"n_samples_per_prompt": "5", "train_batch_size": "40"}
+    assert done.problems == [f"--actor_rollout_ref.actor.no_such: {NO_EQUIVALENT}"]
 
 
 def test_a_file_may_have_the_forms_that_a_command_line_may_have(capsys, tmp_path):
@@ -186,7 +187,7 @@ REFUSED = {
     "seq_kd",
     "beta",
 }
-"""Words whose table entry explains why there is no equivalent."""
+"""Words whose table entry explains why there is no equivalent, or whose meaning depends on the trainer."""
 
 
 @pytest.mark.parametrize(("there", "here"), TRL_ROWS[2:], ids=lambda cell: cell[:30])
@@ -247,11 +248,12 @@ def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, cap
 
 FOREIGN = Path(cli.__file__).parent / "foreign"
 FLAGS = (FOREIGN / "flags.toml").read_text()
+IN_SECTIONS = (FOREIGN / "sections.toml").read_text()
 
 
 def test_every_refusal_and_note_names_a_setting_that_exists():
     names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(entry.config_class)}
-    text = "".join(path.read_text() for path in (FOREIGN / "table.py", FOREIGN / "translation.py"))
+    text = IN_SECTIONS + "".join(path.read_text() for path in FOREIGN.glob("*.py"))
     offered = set(re.findall(r"(?:use|is|are|to|with|as|--)\s?--([a-z_0-9]+)", text)) - {"name"}
     offered |= set(re.findall(r"--(?:no_)?([a-z_0-9]+)", FLAGS)) - {"flag"}
     assert offered <= names | {"remote_rm_url", "reward_func"}
@@ -263,7 +265,9 @@ def test_the_file_of_flags_names_each_flag_once_and_uses_every_function():
     for section in sections:
         names = [name for entries in section.values() for key in entries for name in key.split()]
         assert len(names) == len(set(names))
-    used = re.findall(r'function = "(\w+)"', FLAGS.partition("[command_names]")[2])
+    names = [name for kind in ("values", "lists") for key in tomllib.loads(IN_SECTIONS)[kind] for name in key.split()]
+    assert len(names) == len(set(names))
+    used = re.findall(r'function = "(\w+)"', FLAGS.partition("[command_names]")[2] + IN_SECTIONS)
     assert set(used) == FUNCTIONS.keys()
     assert read["command"].keys() <= cli.COMMANDS.keys()
     assert OF_COMMAND["merge"]["lora_path"].meaning(["x"], Call("merge", {})) == {"model": ["x"]}
@@ -307,6 +311,8 @@ def test_short_names_are_those_of_the_command(command, expected):
 
 
 def test_data_is_a_section_in_a_file_of_verl_and_a_name_otherwise():
-    assert FLAT in str(translate_settings({"data": {"train_files": "a.parquet"}}, command="sft", known={"dataset": 1}))
+    nested = {"data": {"train_files": ["a.parquet", "b.parquet"]}}
+    own, _ = translate_settings(nested, command="sft", known={"dataset": 1})
+    assert own == {"dataset": "a.parquet,b.parquet"}
     own, _ = translate_settings({"data": "a.jsonl"}, command="sft", known={"dataset": 1})
     assert own == {"dataset": "a.jsonl"}

@@ -1,0 +1,294 @@
+"""`rlhf migrate` translates programs of other frameworks to commands that train the same way."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_cli import cli
+from rlhf_cli.command_table import COMMANDS
+from rlhf_cli.commands.plan import planned_class
+from rlhf_cli.errors import UsageError
+from rlhf_cli.flags import flags_of
+from rlhf_cli.foreign.migration import Migration, as_yaml, migrated
+from rlhf_cli.foreign.programs import programs_in
+from rlhf_cli.options import typer_command
+
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=d actor_rollout_ref.model.path=m"
+EASY = "python3 -m verl.trainer.main data.train_files=d worker.actor.model.model_path=m"
+TRL = "trl grpo --model_name_or_path m --dataset_name d --output_dir o"
+
+
+def migration(line: str, num_gpus: int | None = None) -> Migration:
+    (program,) = programs_in(shlex.split(line), num_gpus=num_gpus)
+    return migrated(program)
+
+
+def settings(line: str) -> dict[str, str]:
+    return {name: " ".join(values) for name, values in migration(line).settings.items()}
+
+
+def accepted(command_line: str) -> dict[str, object]:
+    """Parse a translated command with the command's own parser; return its settings by name."""
+    program, name, *words = shlex.split(command_line.replace("\\\n", " "))
+    assert program == "rlhf"
+    seen = []
+    typer_command(name, planned_class(name), seen.append).main(words, standalone_mode=False)
+    flags = flags_of(COMMANDS[name].config_class).values()
+    return {flag.name: getattr(getattr(seen[0], flag.group), flag.attribute) for flag in flags}
+
+
+# Numbers worked by hand, from the units that each framework documents.
+BATCHES = [
+    # verl counts prompts: 64 prompts x 5 responses = 320 responses per step; 256 / 64 = 4 steps per iteration.
+    (
+        f"{VERL} data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.n=5",
+        {"rollout_batch_size": 256, "n_samples_per_prompt": 5, "train_batch_size": 320},
+    ),
+    # Its defaults: 1,024 prompts, mini-batches of 256 prompts.
+    (
+        f"{VERL} actor_rollout_ref.rollout.n=2",
+        {"rollout_batch_size": 1024, "n_samples_per_prompt": 2, "train_batch_size": 512},
+    ),
+    # Its schedule advances once per iteration: 10 iterations x 4 steps x 2 epochs = 80 optimizer steps of warm-up.
+    (
+        f"{VERL} data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.rollout.n=5 "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        {"max_epochs": 2, "warmup_steps": 80},
+    ),
+    # EasyR1 counts prompts too: 128 x 5 = 640.
+    (
+        f"{EASY} data.rollout_batch_size=512 worker.actor.global_batch_size=128 worker.rollout.n=5",
+        {"rollout_batch_size": 512, "n_samples_per_prompt": 5, "train_batch_size": 640},
+    ),
+    # TRL counts responses per process: 4 x 8 processes x 6 = 192 per step, 192 / 16 = 12 prompts per generation.
+    (
+        f"accelerate launch --num_processes 8 --module {TRL} --per_device_train_batch_size 4 "
+        "--gradient_accumulation_steps 6 --num_generations 16",
+        {"train_batch_size": 192, "rollout_batch_size": 12, "n_samples_per_prompt": 16},
+    ),
+    # One generation for 12 batches is 2 optimizer steps, each used twice: 100 steps are 25 iterations.
+    (
+        f"accelerate launch --num_processes 8 {TRL} --per_device_train_batch_size 4 --gradient_accumulation_steps 6 "
+        "--num_generations 16 --steps_per_generation 12 --num_iterations 2 --max_steps 100 --save_steps 40",
+        {"train_batch_size": 192, "rollout_batch_size": 24, "max_iterations": 25, "max_epochs": 2, "save_steps": 10},
+    ),
+    # Its defaults: 8 responses on one process, 8 per prompt.
+    (TRL, {"train_batch_size": 8, "rollout_batch_size": 1, "n_samples_per_prompt": 8}),
+    # Offline: 2 rows x (4 x 2) processes x 16 = 256 rows per step.
+    (
+        "torchrun --nnodes 2 --nproc_per_node 4 trl sft --model_name_or_path m --dataset_name d --output_dir o "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 16",
+        {"train_batch_size": 256},
+    ),
+    # OpenRLHF counts like this program.
+    (
+        "python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator group_norm --pretrain m --prompt_data d "
+        "--remote_rm_url r.py --save_path p --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 256",
+        {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "train_batch_size": 256},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), BATCHES, ids=range(len(BATCHES)))
+def test_batches_and_steps_are_those_of_the_other_framework(line, expected):
+    found = accepted(migration(line).command_line())
+    assert {name: found[name] for name in expected} == expected
+
+
+DEFAULTS = [
+    (
+        VERL + " actor_rollout_ref.rollout.n=2",
+        {"lr_scheduler": "constant", "lr_warmup_ratio": 0.0, "l2": 0.01, "adam_betas": (0.9, 0.999), "dual_clip": 3.0}
+        | {"init_kl_coef": 0.0, "rollout_correction": "off", "actor_learning_rate": 1e-6, "temperature": 1.0},
+    ),
+    (
+        TRL,
+        {"lr_scheduler": "linear", "init_kl_coef": 0.0, "actor_learning_rate": 1e-6, "num_episodes": 3}
+        | {"max_new_tokens": 512, "loss_agg": "token_mean", "adam_betas": (0.9, 0.999)},
+    ),
+    (
+        "trl rloo --model_name_or_path m --dataset_name d --output_dir o",
+        {"init_kl_coef": 0.05, "use_kl_loss": False, "n_samples_per_prompt": 2, "rollout_correction": "off"},
+    ),
+    (
+        EASY + " worker.rollout.n=5",
+        {"eps_clip_low_high": (0.2, 0.3), "dual_clip": 3.0, "init_kl_coef": 0.001, "use_kl_loss": False},
+    ),
+    (
+        "python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator group_norm --pretrain m --prompt_data d "
+        "--remote_rm_url r.py --save_path p --n_samples_per_prompt 8",
+        {"use_kl_loss": False, "kl_estimator": "k1", "apply_chat_template": False, "reward_clip_range": (-10.0, 10.0)}
+        | {"rollout_batch_size": 1024, "max_len": 2048, "rollout_correction": "off"},
+    ),
+    (
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain m --dataset d --save_path p",
+        {"learning_rate": 1e-5, "max_len": 512, "apply_chat_template": False},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), DEFAULTS, ids=range(len(DEFAULTS)))
+def test_defaults_of_the_other_framework_hold(line, expected):
+    found = accepted(migration(line).command_line())
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_default_that_is_the_same_here_is_left_out():
+    written = settings(f"{VERL} actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.temperature=1.0")
+    assert "actor_learning_rate" not in written
+    assert written["temperature"] == "1.0"  # given, so it stays
+
+
+def test_what_has_no_equivalent_is_named_with_its_reason():
+    found = migration(f"{VERL} actor_rollout_ref.rollout.n=2 trainer.no_such=1 trainer.nnodes=2 +data.video_key=v")
+    notes = "\n".join(found.notes())
+    assert "verl, verl.trainer.main_ppo: rlhf grpo" in notes
+    assert "not translated: trainer.no_such: no equivalent" in notes
+    assert "not translated: data.video_key: videos are not supported" in notes
+    assert "not needed: trainer.nnodes 2" in notes
+
+
+def test_a_value_that_the_command_rejects_is_left_out_and_named():
+    found = migration(f"{VERL} actor_rollout_ref.rollout.n=2 data.train_batch_size=$SIZE")
+    assert "rollout_batch_size" not in found.settings
+    assert any("rollout_batch_size $SIZE: must be an integer > 0" in reason for reason in found.refused)
+
+
+SCRIPT = """
+#!/bin/bash
+set -x
+export HYDRA_FULL_ERROR=1
+n=4
+size=$((n * 32))
+files="['$HOME/a.parquet', '$HOME/b.parquet']"
+ALGORITHM=(
+    algorithm.adv_estimator=grpo  # group-relative
+    algorithm.use_kl_in_reward=False
+)
+ray job submit --working-dir . -- \\
+    python3 -m verl.trainer.main_ppo \\
+    "${ALGORITHM[@]}" \\
+    data.train_files="$files" \\
+    data.train_batch_size=${size} \\
+    # data.train_batch_size=7 \\
+    data.max_response_length=${LENGTH:-2048} \\
+    actor_rollout_ref.rollout.n=$n actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.model.path="$MODEL_PATH" $@ 2>&1 | tee run.log
+"""
+
+
+def test_a_script_is_read_with_its_variables_arrays_and_comments(tmp_path, capsys):
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT)
+    assert cli.main(["migrate", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert '--pretrain "$MODEL_PATH" \\\n' in out
+    assert '--prompt_data "$HOME/a.parquet,$HOME/b.parquet"' in out
+    assert "--max_len 2560" in out  # 512 by default, and 2,048
+    assert "--train_batch_size 64" in out  # 16 x 4
+    assert "128 prompts x 4 responses per iteration, 64 responses per optimizer step, 8 steps" in err
+    assert accepted(out)["rollout_batch_size"] == 128
+
+
+def test_a_command_in_a_here_document_is_read(tmp_path):
+    file = tmp_path / "train.sh"
+    file.write_text(
+        "read -r -d '' commands <<EOF\nopenrlhf.cli.train_sft \\\n  --pretrain m \\\n  --dataset d \\\n"
+        "  --save_path ./out \\\n  --learning_rate 2e-6\nEOF\n    # --use_wandb KEY\n"
+        'if [[ ${1} != "slurm" ]]; then\n    deepspeed --num_gpus 4 --module $commands\nfi\n'
+    )
+    (program,) = programs_in([str(file)])
+    found = accepted(migrated(program).command_line())
+    assert (found["learning_rate"], found["num_processes"], found["input_template"]) == (
+        2e-6,
+        4,
+        "User: {}\nAssistant: ",
+    )
+
+
+def test_a_config_of_trl_is_read_with_the_processes_of_accelerate(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: d\ndataset_config: main\nreward_funcs:\n- accuracy\n- format\n"
+        "per_device_train_batch_size: 2\nnum_generations: 4\nbf16: true\nbeta: 0.04\nsave_strategy: 'no'\n"
+    )
+    (tmp_path / "zero3.yaml").write_text("num_machines: 1\nnum_processes: 6\n")
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch --config_file zero3.yaml src/grpo.py --config config.yaml --seed 1\n")
+    (program,) = programs_in([str(script)])
+    found = accepted(migrated(program).command_line())
+    expected = {"prompt_data": "d:main", "reward_funcs": ["math", "format"], "train_batch_size": 12, "seed": 1}
+    expected |= {"rollout_batch_size": 3, "init_kl_coef": 0.04, "use_kl_loss": True, "kl_estimator": "k3"}
+    assert {name: found[name] for name in expected} == expected
+    (program,) = programs_in([str(tmp_path / "config.yaml")], num_gpus=2)
+    assert accepted(migrated(program).command_line())["train_batch_size"] == 4
+
+
+def test_files_of_prime_rl_are_read(tmp_path):
+    (tmp_path / "rl.toml").write_text(
+        'max_steps = 20\nseq_len = 2048\n[model]\nname = "m"\n[orchestrator]\nbatch_size = 128\ngroup_size = 16\n'
+        '[[orchestrator.train.source]]\nname = "reverse-text"\n[orchestrator.train.sampling]\n'
+        "max_completion_tokens = 128\n[trainer.optim]\nlr = 3e-6\n[ckpt]\n"
+    )
+    (program,) = programs_in([str(tmp_path / "rl.toml")])
+    found = migrated(program)
+    values = accepted(found.command_line())
+    # 128 responses per step, 16 per prompt: 8 prompts per iteration.
+    expected = {"rollout_batch_size": 8, "train_batch_size": 128, "max_iterations": 20, "actor_learning_rate": 3e-6}
+    expected |= {"policy_loss": "dppo_tv", "advantage_std": "none", "max_len": 2048, "init_kl_coef": 0.0}
+    assert {name: values[name] for name in expected} == expected
+    assert any(reason.startswith("orchestrator.train.source") for reason in found.refused)
+
+
+def test_the_same_settings_are_written_as_yaml_for_config(tmp_path, capsys):
+    line = f"{VERL} actor_rollout_ref.rollout.n=2 trainer.default_local_dir=o"
+    command = accepted(migration(line).command_line())
+    file = tmp_path / "settings.yaml"
+    assert cli.main(["migrate", "--output", str(file), "--", *shlex.split(line)]) == 0
+    assert file.read_text().startswith("# verl, verl.trainer.main_ppo: rlhf grpo\n")
+    assert accepted(f"rlhf grpo --config {file}") == command
+    assert as_yaml(migration(line)).startswith("# verl")
+    assert f"rlhf grpo --config {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (["no_such.sh"], "no_such.sh: no such file or directory"),
+        (["python3", "train.py", "--lr", "1"], "contains no training command of OpenRLHF"),
+        (VERL.replace("=grpo", "=no_such").split(), "no command has verl's advantage estimator 'no_such'"),
+    ],
+)
+def test_what_is_not_recognized_is_one_sentence(source, message, capsys):
+    assert cli.main(["migrate", "--", *source]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "stage: sft\n", "contains no settings of training command"),
+        ("a.yaml", "a: [", "line 1"),
+        ("a.toml", "a = ", "not TOML"),
+        ("a.toml", "[project]\nname = 'x'\n", "contains no settings of prime-rl"),
+        ("a.sh", "echo 'no", "a quote is not closed"),
+        ("a.sh", "echo no\n", "contains no training command"),
+    ],
+)
+def test_a_file_that_is_not_recognized_is_one_sentence_with_its_name(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=message) as raised:
+        programs_in([str(tmp_path / name)])
+    assert name in str(raised.value)
+
+
+def test_torch_is_not_imported():
+    code = (
+        "import sys; from rlhf_cli import cli; "
+        f"status = cli.main(['migrate', '--', *{VERL.split()!r}, 'actor_rollout_ref.rollout.n=2']); "
+        "sys.exit(status or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
