@@ -4,6 +4,7 @@ options.py parses and validates values.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -70,8 +71,9 @@ def config_class(run: Callable[..., None]) -> type[CommandConfig]:
     return cls
 
 
+@cache
 def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
-    """Return a config class's flags by name, in declaration order.
+    """Return a config class's flags by name, in declaration order. The dict is shared: do not change it.
 
     Raises:
         TypeError: two groups declare the same name, or a group declares a reserved name.

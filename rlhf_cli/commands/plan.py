@@ -1,6 +1,7 @@
 """`rlhf plan`: memory, time and price of a command, before anything is loaded."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from rlhf_cli.command_table import COMMANDS, TRAINING
@@ -38,6 +39,7 @@ def plan_settings(config: CommandConfig) -> PlanConfig:
     return settings
 
 
+@cache
 def planned_class(name: str) -> type[CommandConfig]:
     """Return the config class of a command with the settings of a plan in addition."""
     base: Any = COMMANDS[name].config_class

@@ -184,7 +184,8 @@ def _accepted(
             if name in added:
                 del added[name]
             else:
-                result.refused.append(f"{' '.join([name, *values.pop(name)])}: {reason.removeprefix('--')}")
+                texts, reason = values.pop(name), reason.removeprefix("--")
+                result.refused.append(reason if reason.startswith(name) else f"{' '.join([name, *texts])}: {reason}")
 
 
 def _shorten(config: CommandConfig, flags: Mapping[str, Flag], values: _Values, added: _Values) -> None:

@@ -2,10 +2,10 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_cli.command_table import COMMANDS
 from rlhf_cli.errors import UsageError, listed
@@ -13,6 +13,8 @@ from rlhf_cli.foreign.shell import commands_in
 from rlhf_cli.foreign.table import COMMANDS_ELSEWHERE, FLAT_NAMES, FOREIGN_ESTIMATORS
 from rlhf_cli.foreign.translation import hydra_value, values_by_flag
 from rlhf_cli.settings_file import read_yaml
+
+_T = TypeVar("_T")
 
 FRAMEWORKS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl", "easyr1": "EasyR1", "prime-rl": "prime-rl"}
 """Framework names by key in defaults.toml."""
@@ -26,6 +28,7 @@ _OPENRLHF = re.compile(r"(?:.*[./])?(train_(?:sft|rm|prm|dpo|kto|kd|ppo|ppo_ray)
 _TRL_SCRIPT = re.compile(r"(?:.*[/_])?(sft|dpo|kto|grpo|rloo|reward|gkd)(?:_\w+|\w*_modeling)?\.py")
 _TRL_TRAINER = re.compile(r"sft|dpo|kto|grpo|rloo|reward|gkd")
 _VERL_SFT = re.compile(r"(?:.*[./])?(?:fsdp_|megatron_)?sft_trainer(?:\.py)?")
+_PRIME_OPTION = re.compile(r"@|--(?:trainer|orchestrator|model)\.")
 _SCRIPTS, _TABLES = (".sh", ".bash", ".slurm"), (".yaml", ".yml", ".toml")
 
 
@@ -83,7 +86,7 @@ def _text_of(file: Path) -> str:
         raise UsageError("not a UTF-8 text file") from None
 
 
-def _named(file: Path, read):  # type: ignore[no-untyped-def]
+def _named(file: Path, read: Callable[[], _T]) -> _T:
     """Call `read`, and prefix errors with the file name."""
     try:
         return read()
@@ -96,8 +99,7 @@ def _named(file: Path, read):  # type: ignore[no-untyped-def]
 def _read_table(file: Path) -> dict[str, object]:
     """Read a YAML or TOML file. Raises UsageError with the file name."""
     if file.suffix == ".toml":
-        table: dict[str, object] = _named(file, lambda: tomllib.loads(_text_of(file)))
-        return table
+        return _named(file, lambda: tomllib.loads(_text_of(file)))
     return read_yaml(file.expanduser(), named=str(file))
 
 
@@ -144,7 +146,7 @@ def _of_words(words: Sequence[str], folder: Path) -> Program | None:
             return _trl(script[1], word, before, after, folder)
         elif _VERL_SFT.fullmatch(word) and before:
             return _verl_sft(word, before, after)
-        elif word in ("rl", "sft", "trainer", "orchestrator") and any(option.startswith("@") for option in after):
+        elif word in ("rl", "sft", "trainer", "orchestrator") and any(map(_PRIME_OPTION.match, after)):
             return _prime_words(word, after, folder)
         elif re.fullmatch(r"verl\.trainer\.main(?:\.py)?", word):
             return _verl_words(word, after, folder, "easyr1")
@@ -312,10 +314,11 @@ def _prime_part(file: Path, table: dict[str, object]) -> dict[str, object]:
 
 
 def _prime(settings: dict[str, object], called: str) -> Program:
-    if not settings.keys() & {"trainer", "orchestrator", "data", "model"}:
-        raise UsageError(f"{called}: contains no settings of prime-rl, whose sections are trainer and orchestrator")
-    is_sft = "orchestrator" not in settings and "data" in settings
     given = _dotted(settings)
+    parts = {name.partition(".")[0] for name in given}
+    if not parts & {"trainer", "orchestrator", "data", "model"}:
+        raise UsageError(f"{called}: contains no settings of prime-rl, whose sections are trainer and orchestrator")
+    is_sft = "orchestrator" not in parts and "data" in parts
     for part in ("orchestrator", "trainer"):  # a common setting counts for all parts
         for name in ("max_steps", "monitors.wandb.project", "monitors.wandb.name"):
             if f"{part}.{name}" in given:
@@ -335,28 +338,40 @@ def _prime_words(called: str, after: Sequence[str], folder: Path) -> Program:
             tables |= {part: table} if part else _prime_part(Path(name), table)
         else:
             rest.append(word)
-    return _prime(_dotted(tables) | tables | _flags(rest), called)
+    return _prime(_dotted(tables) | _flags(rest), called)
 
 
 def _complete(program: Program, num_gpus: int | None) -> None:
     """Add framework defaults, and the number of processes for TRL."""
     is_online = program.command in _online()
+    parts = ["all", "online" if is_online else "", program.command]
     if program.framework == "trl":
-        if "world_size" not in program.settings:
-            program.settings["world_size"] = num_gpus or 1
-            if num_gpus is None:
-                program.notes.append("the number of processes is not given: 1 is assumed; set --num_gpus N")
-        if str(program.settings.get("max_steps", "-1")).startswith("-"):
-            program.settings.pop("max_steps", None)
-        if is_online:  # TRL counts optimizer steps
-            for name in ("save_steps", "eval_steps"):
-                if name in program.settings:
-                    program.settings[f"trl.{name}"] = program.settings.pop(name)
+        parts += _complete_trl(program, num_gpus, is_online=is_online)
     tables = DEFAULTS[program.framework]
     defaults = dict[str, object]()
-    for part in ("all", "online" if is_online else "", program.command):
+    for part in parts:
         defaults |= tables.get(part, {})
     program.defaults = dict(_applicable(defaults, program.settings))
+
+
+def _complete_trl(program: Program, num_gpus: int | None, *, is_online: bool) -> list[str]:
+    """Set the number of processes, rename steps, and drop unused settings. Returns additional default sections."""
+    given = program.settings
+    if "world_size" not in given:
+        given["world_size"] = num_gpus or 1
+        if num_gpus is None:
+            program.notes.append("the number of processes is not given: 1 is assumed; set --num_gpus N")
+    if str(given.get("max_steps", "-1")).startswith("-"):
+        given.pop("max_steps", None)
+    if is_online:  # TRL counts optimizer steps
+        for name in ("save_steps", "eval_steps"):
+            if name in given:
+                given[f"trl.{name}"] = given.pop(name)
+    if str(given.get("use_peft", False)).lower() == "true":
+        return ["peft"]
+    for name in [name for name in given if name.startswith("lora_")]:
+        program.notes.append(f"{name} {given.pop(name)} has no effect in TRL without use_peft")
+    return []
 
 
 def _applicable(defaults: Mapping[str, object], given: Mapping[str, object]) -> Iterator[tuple[str, object]]:

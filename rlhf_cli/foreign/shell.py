@@ -169,7 +169,7 @@ class _Script:
                 is_empty = False
             elif character == "$" or character == "`":
                 items = self._expansion(character)
-                texts = [part for item in items for part in (item.split() if split else [item])]
+                texts = [part for item in items for part in (item.split() if split and "$(" not in item else [item])]
                 if split and texts:
                     fields[-1] += texts[0]
                     fields += texts[1:]

@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def accepted(command_line: str) -> dict[str, object]:
     """Parse a translated command with the command's own parser; return its settings by name."""
     program, name, *words = shlex.split(command_line.replace("\\\n", " "))
     assert program == "rlhf"
-    seen = []
+    seen: list[Any] = []
     typer_command(name, planned_class(name), seen.append).main(words, standalone_mode=False)
     flags = flags_of(COMMANDS[name].config_class).values()
     return {flag.name: getattr(getattr(seen[0], flag.group), flag.attribute) for flag in flags}
@@ -220,11 +221,24 @@ def test_a_config_of_trl_is_read_with_the_processes_of_accelerate(tmp_path):
     script.write_text("accelerate launch --config_file zero3.yaml src/grpo.py --config config.yaml --seed 1\n")
     (program,) = programs_in([str(script)])
     found = accepted(migrated(program).command_line())
-    expected = {"prompt_data": "d:main", "reward_funcs": ["math", "format"], "train_batch_size": 12, "seed": 1}
+    expected: dict[str, object] = {
+        "prompt_data": "d:main",
+        "reward_funcs": ["math", "format"],
+        "train_batch_size": 12,
+        "seed": 1,
+    }
     expected |= {"rollout_batch_size": 3, "init_kl_coef": 0.04, "use_kl_loss": True, "kl_estimator": "k3"}
     assert {name: found[name] for name in expected} == expected
     (program,) = programs_in([str(tmp_path / "config.yaml")], num_gpus=2)
     assert accepted(migrated(program).command_line())["train_batch_size"] == 4
+
+
+def test_an_adapter_of_trl_is_trained_only_with_use_peft():
+    line = "trl sft --model_name_or_path m --dataset_name d --output_dir o --lora_r 8"
+    assert "lora_rank" not in settings(line)
+    assert any("lora_r 8 has no effect" in note for note in migration(line).notes())
+    found = accepted(migration(f"{line} --use_peft").command_line())
+    assert (found["lora_rank"], found["lora_alpha"], found["lora_dropout"]) == (8, 32, 0.05)
 
 
 def test_files_of_prime_rl_are_read(tmp_path):
@@ -237,7 +251,12 @@ def test_files_of_prime_rl_are_read(tmp_path):
     found = migrated(program)
     values = accepted(found.command_line())
     # 128 responses per step, 16 per prompt: 8 prompts per iteration.
-    expected = {"rollout_batch_size": 8, "train_batch_size": 128, "max_iterations": 20, "actor_learning_rate": 3e-6}
+    expected: dict[str, object] = {
+        "rollout_batch_size": 8,
+        "train_batch_size": 128,
+        "max_iterations": 20,
+        "actor_learning_rate": 3e-6,
+    }
     expected |= {"policy_loss": "dppo_tv", "advantage_std": "none", "max_len": 2048, "init_kl_coef": 0.0}
     assert {name: values[name] for name in expected} == expected
     assert any(reason.startswith("orchestrator.train.source") for reason in found.refused)
