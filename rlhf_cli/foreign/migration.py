@@ -88,7 +88,9 @@ def migrated(program: Program) -> Migration:
     others = [word for name, value in program.defaults.items() for word in as_flag(name, value)]
     own = translate(given, command=program.command, known=known, beside=others)
     default = translate(others, command=program.command, known=known, beside=given)
-    result = Migration(program, {}, ignored=[word.removeprefix("--") for word in own.not_needed])
+    result = Migration(
+        program, {}, ignored=[word for word in _bare(own.not_needed) if not word.startswith("world_size")]
+    )
     result.refused, result.defaults = _bare(own.problems), _bare(default.problems)
     result.remarks = [*program.notes, *dict.fromkeys([*own.remarks, *default.remarks])]
     values = _by_setting(own, flags, result.refused)

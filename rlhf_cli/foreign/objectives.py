@@ -4,6 +4,8 @@ Several foreign flags may determine one setting. Each function returns all setti
 are written once.
 """
 
+import json
+
 from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.foreign.call import Call, Refused, Settings
 
@@ -186,6 +188,28 @@ def adam_betas(values: list[str], call: Call) -> Settings:
     return {"adam_betas": [call.value("adam_beta1") or "0.9", call.value("adam_beta2") or "0.999"]}
 
 
+def verl_schedule(values: list[str], call: Call) -> Settings:
+    """Translate the schedule in verl and EasyR1; a cosine with a minimum is a separate schedule."""
+    optim, easy = "actor_rollout_ref.actor.optim.", "worker.actor.optim."
+    kinds = (f"{optim}warmup_style", f"{optim}lr_scheduler_type", f"{optim}lr_decay_style", f"{easy}lr_scheduler_type")
+    kind = call.value(*kinds, "optim.lr_scheduler") or "constant"
+    least = call.value(f"{optim}min_lr_ratio", f"{easy}min_lr_ratio")
+    if kind == "cosine" and least is not None and float(least) > 0:
+        return {"lr_scheduler": ["cosine_with_min_lr"], "min_lr_ratio": [least]}
+    return {"lr_scheduler": [kind]}
+
+
+def schedule_options(values: list[str], call: Call) -> Settings:
+    """Translate options for learning-rate schedules in transformers: the minimum of a cosine."""
+    try:
+        options = json.loads(values[0])
+    except ValueError:
+        options = None
+    if not isinstance(options, dict) or options.keys() != {"min_lr_rate"}:
+        raise Refused("use --min_lr_ratio, the final learning rate as a fraction of the peak")
+    return {"min_lr_ratio": [str(options["min_lr_rate"])]}
+
+
 def reference_steps(values: list[str], call: Call) -> Settings | None:
     """Translate the interval between reference updates in TRL, which requires `sync_ref_model`."""
     return {"ref_sync_steps": values} if call.is_on("sync_ref_model") else None
@@ -202,9 +226,9 @@ def prime_estimator(values: list[str], call: Call) -> Settings | None:
         return {"advantage_std": ["none"]}
     if values[0] == "max_rl":
         return {"advantage": ["maxrl"]}
-    raise Refused(
-        f"the algorithm {values[0]} of prime-rl has no equivalent; rlhf grpo has --advantage and --teacher_pretrain"
-    )
+    if values[0] == "opd":  # the teacher is enough
+        return None
+    raise Refused(f"{values[0]} has no equivalent; rlhf grpo has --advantage and --teacher_pretrain")
 
 
 def prime_loss(values: list[str], call: Call) -> Settings:

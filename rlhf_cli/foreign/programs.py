@@ -205,6 +205,8 @@ def _openrlhf(module: str, before: Sequence[str], after: Sequence[str]) -> Progr
         return Program("openrlhf", module, command, extra | given)
     program = Program("openrlhf", module, COMMANDS_ELSEWHERE[module], given)
     total, nodes = _launched(before, Path())
+    if total is None:
+        program.notes.append("the number of processes is not given: 1 is assumed; add --num_processes N for N GPUs")
     _add_processes(program, total, nodes)
     return program
 

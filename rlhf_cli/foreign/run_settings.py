@@ -52,6 +52,13 @@ def joined_evaluation(values: list[str], call: Call) -> Settings:
     return {"eval_dataset": [",".join(values)]}
 
 
+def prompt_column(values: list[str], call: Call) -> Settings:
+    """Translate the prompt column, unless it is a nested key."""
+    if call.values.get("data.prompt_dict_keys"):
+        raise Refused("a key inside of a column is not read; convert rows with --data_format FILE.py:NAME")
+    return {"input_key": values}
+
+
 def output_column(values: list[str], call: Call) -> Settings | None:
     """Translate the response column in verl, unless it is a nested key."""
     if call.values.get("data.response_dict_keys"):

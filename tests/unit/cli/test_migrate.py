@@ -241,6 +241,46 @@ def test_an_adapter_of_trl_is_trained_only_with_use_peft():
     assert (found["lora_rank"], found["lora_alpha"], found["lora_dropout"]) == (8, 32, 0.05)
 
 
+def test_a_cosine_with_a_minimum_keeps_its_minimum():
+    optim = "actor_rollout_ref.actor.optim"
+    found = settings(f"{VERL} actor_rollout_ref.rollout.n=2 {optim}.warmup_style=cosine {optim}.min_lr_ratio=0.2")
+    assert (found["lr_scheduler"], found["min_lr_ratio"]) == ("cosine_with_min_lr", "0.2")
+    options = "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.3}'"
+    found = settings(f"{TRL} {options}")
+    assert (found["lr_scheduler"], found["min_lr_ratio"]) == ("cosine_with_min_lr", "0.3")
+
+
+KL = [
+    ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002", ("0.002", "true", "k3")),
+    ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl", ("0.001", "true", "k2")),
+    ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", ("0.01", "false", "k1")),
+    ("algorithm.kl_ctrl.kl_coef=0.01", ("0", None, None)),  # no effect in verl without use_kl_in_reward
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), KL)
+def test_the_kl_penalty_of_verl_is_in_the_loss_in_the_reward_or_off(words, expected):
+    found = settings(f"{VERL} actor_rollout_ref.rollout.n=2 {words}")
+    assert tuple(found.get(name) for name in ("init_kl_coef", "use_kl_loss", "kl_estimator")) == expected
+
+
+LOSSES = [
+    ("clip_ratio_low=0.2 clip_ratio_high=0.28 clip_ratio_c=10", {"eps_clip_low_high": "0.2 0.28", "dual_clip": "10"}),
+    ("policy_loss.loss_mode=gspo clip_ratio_low=3e-4 clip_ratio_high=4e-4", {"policy_loss": "gspo"}),
+    ("policy_loss.loss_mode=gspo loss_agg_mode=token-mean", {"loss_agg": "seq_mean"}),
+    ("policy_loss.loss_mode=cispo clip_ratio_high=0.3", {"policy_loss": "cispo", "cispo_eps_high": "1.3"}),
+    ("policy_loss.loss_mode=gpg", {"policy_loss": "reinforce"}),
+    ("loss_agg_mode=seq-mean-token-sum-norm", {"loss_agg": "seq_sum_norm"}),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), LOSSES)
+def test_losses_of_verl_keep_their_clip_range_and_aggregation(words, expected):
+    actor = " ".join(f"actor_rollout_ref.actor.{word}" for word in words.split())
+    found = settings(f"{VERL} actor_rollout_ref.rollout.n=2 {actor}")
+    assert {name: found.get(name) for name in expected} == expected
+
+
 def test_files_of_prime_rl_are_read(tmp_path):
     (tmp_path / "rl.toml").write_text(
         'max_steps = 20\nseq_len = 2048\n[model]\nname = "m"\n[orchestrator]\nbatch_size = 128\ngroup_size = 16\n'
@@ -260,6 +300,16 @@ def test_files_of_prime_rl_are_read(tmp_path):
     expected |= {"policy_loss": "dppo_tv", "advantage_std": "none", "max_len": 2048, "init_kl_coef": 0.0}
     assert {name: values[name] for name in expected} == expected
     assert any(reason.startswith("orchestrator.train.source") for reason in found.refused)
+
+
+def test_a_teacher_of_prime_rl_needs_no_server_and_no_reward():
+    line = (
+        "uv run rl --model.name m --orchestrator.batch_size 32 --orchestrator.group_size 4 --orchestrator.algo.type opd"
+    )
+    found = migration(f"{line} --orchestrator.algo.teacher.name t --orchestrator.algo.teacher.base_url http://h:1/v1")
+    assert found.refused == []
+    assert found.settings["teacher_pretrain"] == ["t"]
+    assert not any("no reward" in note for note in found.notes())
 
 
 def test_the_same_settings_are_written_as_yaml_for_config(tmp_path, capsys):
