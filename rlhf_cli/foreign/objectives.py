@@ -22,6 +22,11 @@ def verl_kl(values: list[str], call: Call) -> Settings:
     easy = "algorithm.disable_kl" in call.values or "algorithm.kl_coef" in call.values
     in_loss = call.is_on("algorithm.use_kl_loss" if easy else "actor_rollout_ref.actor.use_kl_loss")
     in_reward = not in_loss if easy else call.is_on("algorithm.use_kl_in_reward")
+    reward, loss = "algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef"
+    if reward in call.values and not in_reward:
+        call.note(f"{reward} has no effect without algorithm.use_kl_in_reward (verl from April 2025 on)")
+    if loss in call.values and not in_loss:
+        call.note(f"{loss} has no effect without actor_rollout_ref.actor.use_kl_loss")
     if call.is_on("algorithm.disable_kl") or not (in_loss or in_reward):
         return {"init_kl_coef": ["0"]}
     if in_loss and in_reward:
@@ -29,10 +34,10 @@ def verl_kl(values: list[str], call: Call) -> Settings:
     if easy:
         coef, name = call.value("algorithm.kl_coef") or "0.001", call.value("algorithm.kl_penalty") or "kl"
     elif in_loss:
-        coef = call.value("actor_rollout_ref.actor.kl_loss_coef") or "0.001"
+        coef = call.value(loss) or "0.001"
         name = call.value("actor_rollout_ref.actor.kl_loss_type") or "low_var_kl"
     else:
-        coef = call.value("algorithm.kl_ctrl.kl_coef") or "0.001"
+        coef = call.value(reward) or "0.001"
         name = call.value("algorithm.kl_penalty") or "kl"
     estimator = _ESTIMATORS.get(name.removesuffix("+"))
     if estimator is None:

@@ -264,6 +264,13 @@ def test_the_kl_penalty_of_verl_is_in_the_loss_in_the_reward_or_off(words, expec
     assert tuple(found.get(name) for name in ("init_kl_coef", "use_kl_loss", "kl_estimator")) == expected
 
 
+def test_a_kl_coefficient_without_effect_is_named():
+    notes = migration(f"{VERL} actor_rollout_ref.rollout.n=2 algorithm.kl_ctrl.kl_coef=0.01").notes()
+    assert any("algorithm.kl_ctrl.kl_coef has no effect without algorithm.use_kl_in_reward" in note for note in notes)
+    notes = migration(f"{VERL} actor_rollout_ref.rollout.n=2 algorithm.use_kl_in_reward=True").notes()
+    assert not any("no effect" in note for note in notes)
+
+
 LOSSES = [
     ("clip_ratio_low=0.2 clip_ratio_high=0.28 clip_ratio_c=10", {"eps_clip_low_high": "0.2 0.28", "dual_clip": "10"}),
     ("policy_loss.loss_mode=gspo clip_ratio_low=3e-4 clip_ratio_high=4e-4", {"policy_loss": "gspo"}),
