@@ -80,7 +80,7 @@ class DataCommandConfig(CommandConfig):
             )
         if self.reward.compares_responses:
             raise ValueError(
-                f"rewards: judge_method {self.reward.judge_method} compares responses, the test scores one at a time"
+                f"rewards: judge_method {self.reward.judge_method} compares responses, but the test scores them singly"
             )
         if self.reward.asks_environment:
             raise ValueError(

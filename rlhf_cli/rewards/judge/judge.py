@@ -136,7 +136,8 @@ class Judge:
                 raise BadResult(f"the row has no {name.partition('.')[2]!r}, which --judge_template shows")
             texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text, code = filled(template, texts)
-        return Question(f"{text.rstrip()}\n\n{rules(code, form)}", read)
+        # Images are not sent: with them, the client says so.
+        return Question(f"{text.rstrip()}\n\n{rules(code, form)}", read, request.pictures)
 
     def _items(self, columns: Mapping[str, object]) -> list[Item]:
         if columns.get(self._rubric_key) is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from http_servers import HANG_UP, Answer, Server, dead_url, running
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from server_requests import request
 
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.rewards.judge.template import filled, read_template
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import state
@@ -265,6 +267,13 @@ def test_what_is_wrong_with_a_judge_is_said_before_anything_starts(server):
         assert refused(lambda: scorer.try_judge([request("x")])) == (
             f"--judge: judge {server.base} returned status 404: no model a"
         )
+
+
+def test_a_prompt_with_images_is_judged_by_its_text_and_that_is_said_once(server, caplog):
+    image = Picture("digest", 2, 2, lambda: np.zeros((2, 2, 3), np.uint8))
+    scores = judged(config(server), *(replace(request(text), pictures=(image,)) for text in ("a", "b")))
+    assert [score.value for score in scores] == [0.7, 0.7]
+    assert caplog.text.count(f"the judge {server.base} does not support images: it scores text only") == 1
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,37 @@ def test_groups_of_one_are_fine_where_nothing_is_compared(command):
     check_batches(resolve(command, n_samples_per_prompt="1"), ESTIMATORS[command])
 
 
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        ("reinforce++", {"n_samples_per_prompt": "1"}, "to the same prompt: raise --n_samples_per_prompt"),
+        ("remax", {}, "to the same prompt, but remax also needs the reward of a single greedy response"),
+        ("grpo", {"eval_dataset": "x"}, "to the same prompt: raise --eval_n_samples_per_prompt"),
+    ],
+)
+def test_judges_that_compare_responses_need_more_than_one(command, given, message):
+    judge = {"judge": "http://a/v1", "judge_method": "pairwise", "n_samples_per_prompt": "2"}
+    check_batches(resolve("grpo", **judge), ESTIMATORS["grpo"])
+    with pytest.raises(UsageError, match=message):
+        check_batches(resolve(command, **(judge | given)), ESTIMATORS[command])
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        ("eval", {"pretrain": "x", "prompt_data": "x", "output": "x"}, "set n_samples_per_prompt above 1"),
+        (
+            "data",
+            {"dataset": "x", "pretrain": "x", "for": "grpo", "rewards": "true"},
+            "but the test scores them singly",
+        ),
+    ],
+)
+def test_commands_that_score_single_responses_refuse_judges_that_compare(command, given, message):
+    with pytest.raises(UsageError, match=message):
+        build_config(cli.COMMANDS[command].config_class, given | {"judge": "http://a/v1", "judge_method": "listwise"})
+
+
 def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generated():
     given = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
     given |= {"dynamic_filtering": "true", "n_samples_per_prompt": "2"}
