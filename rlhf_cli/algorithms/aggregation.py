@@ -16,6 +16,9 @@ from rlhf_cli.config.policy import LossAgg
 
 Metrics = dict[str, Tensor]
 
+PROMPT_TOKENS = "prompt_tokens"
+"""Column with the trained tokens of a token's prompt in the iteration."""
+
 # combine_metrics reduces by this suffix, so a mean must not end in it.
 _MAX_SUFFIX = "_max"
 
@@ -24,12 +27,15 @@ _MAX_SUFFIX = "_max"
 class StepTotals:
     """Optimizer step size over all micro-batches and ranks: trained tokens and sequences.
 
-    `step` counts optimizer steps from 1; None in an evaluation.
+    - `step`: optimizer steps, counted from 1; None in an evaluation.
+    - `num_prompts`: sum over trained tokens of 1 / (trained tokens of the prompt in the iteration), for `prompt_mean`:
+      the number of prompts if the step has all responses to each of them.
     """
 
     num_tokens: int
     num_sequences: int
     step: int | None = None
+    num_prompts: float = 0.0
 
 
 def token_mean(values_K: Tensor, totals: StepTotals) -> Tensor:
@@ -43,13 +49,24 @@ def sequence_mean(values_B: Tensor, totals: StepTotals) -> Tensor:
     return values_B.sum() / max(totals.num_sequences, 1)
 
 
-def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg, max_new_tokens: int) -> Tensor:
+def aggregate(
+    values_K: Tensor,
+    cu: Tensor,
+    totals: StepTotals,
+    *,
+    kind: LossAgg,
+    max_new_tokens: int,
+    prompt_tokens_K: Tensor | None = None,
+) -> Tensor:
     """Compute a micro-batch's partial loss, with gradient. `cu` `[B+1]` marks sequence boundaries.
 
     With N tokens and S sequences in the step:
     - token_mean: `sum(x) / N`
     - seq_mean: mean over sequences of the mean over tokens
     - seq_sum_norm: `sum(x) / (S max_new_tokens)`, without length bias (Dr. GRPO, arXiv 2503.20783)
+    - prompt_mean: mean over prompts of the mean over all tokens of their responses (DAPO's formula, arXiv 2503.14476;
+      ScaleRL, 2510.13786), with `prompt_tokens_K` trained tokens of each token's prompt in the iteration. A prompt with
+      a part of its tokens in the step counts as this part of a prompt.
     """
     if kind == "token_mean":
         return token_mean(values_K, totals)
@@ -58,7 +75,10 @@ def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg
         return sequence_mean(values_K / length_K, totals)
     if kind == "seq_sum_norm":
         return sequence_mean(values_K, totals) / max_new_tokens
-    raise ValueError(f"loss_agg must be token_mean, seq_mean or seq_sum_norm, not {kind!r}")
+    if kind == "prompt_mean":
+        assert prompt_tokens_K is not None, "prompt_mean needs the tokens of prompts"
+        return (values_K / prompt_tokens_K).sum() / (totals.num_prompts or 1.0)
+    raise ValueError(f"loss_agg must be token_mean, seq_mean, seq_sum_norm or prompt_mean, not {kind!r}")
 
 
 def maximum(values_K: Tensor) -> Tensor:

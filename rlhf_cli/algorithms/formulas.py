@@ -174,6 +174,26 @@ def _topr(settings: PolicyConfig, values: Values) -> list[str]:
     ]
 
 
+def _clip_cov(settings: PolicyConfig, values: Values) -> list[str]:
+    low, high = settings.clip_cov_range
+    paper = f"Clip-Cov, arXiv 2505.22617, among covariances from {number(low)} to {number(high)}"
+    if values.get("covariant"):
+        return [f"loss = {number(values['loss'])}: drawn by its covariance of log-prob and advantage", paper]
+    return [*_clip(settings, values)[:-1], paper]
+
+
+def _kl_cov(settings: PolicyConfig, values: Values) -> list[str]:
+    ratio, advantage = number(values["ratio"]), number(values["advantage"])
+    penalty, coef = "", number(settings.kl_cov_coef)
+    if values.get("covariant"):
+        penalty = f" + {coef} x {number(abs(values['logprob'] - values['anchor']))}"
+    return [
+        f"loss = -r A{' + c |log-prob - old|' if penalty else ''} = -{ratio} x {advantage}{penalty} = "
+        f"{number(values['loss'])}",
+        f"KL-Cov, arXiv 2505.22617: c = {coef} for the highest covariances of log-prob and advantage",
+    ]
+
+
 def _reinforce_loss(settings: PolicyConfig, values: Values) -> list[str]:
     return [
         f"loss = -A log-prob = -{number(values['advantage'])} x {number(values['logprob'])} = {number(values['loss'])}"
@@ -189,6 +209,8 @@ _LOSSES: dict[str, Callable[[PolicyConfig, Values], list[str]]] = {
     "dppo_kl": _dppo,
     "gmpo": _gmpo,
     "topr": _topr,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
     "reinforce": _reinforce_loss,
 }
 
@@ -215,6 +237,9 @@ def correction_formula(settings: PolicyConfig, values: Values) -> str:
             f"w = 0: A < 0, and the model's log-probs of the response are below the engine's by more than "
             f"{number(limit)} nats per token (arXiv 2512.02556, eq. 9)"
         )
+    if values.get("kept", 1.0) == 0:
+        fraction = number(settings.top_entropy_quantile)
+        return f"w = 0: the entropy is not among the highest {fraction} of the step (arXiv 2506.01939)"
     if kind == "off":
         return "w = 1 (rollout_correction off)"
     if kind == "token_clip":
@@ -227,16 +252,25 @@ def correction_formula(settings: PolicyConfig, values: Values) -> str:
 
 
 def mean_formula(
-    settings: PolicyConfig, *, num_tokens: int, num_sequences: int, length: int, max_new_tokens: int
+    settings: PolicyConfig,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    length: int,
+    max_new_tokens: int,
+    prompts: tuple[float, float] = (0.0, 0.0),
 ) -> str:
     """Return the weight of a token in the mean of an optimizer step.
 
     Args:
         num_tokens, num_sequences: in the step.
         length: trained tokens of the sequence.
+        prompts: number of prompts in the step, and tokens of the token's prompt, for `prompt_mean`.
     """
     if settings.loss_agg == "token_mean":
         return f"1 / {num_tokens} tokens of the step"
+    if settings.loss_agg == "prompt_mean":
+        return f"1 / ({number(prompts[0])} prompts of the step x {prompts[1]:.0f} tokens of this one)"
     if settings.loss_agg == "seq_mean":
         return f"1 / ({num_sequences} responses of the step x {length} tokens of this one)"
     return f"1 / ({num_sequences} responses of the step x max_new_tokens {max_new_tokens})"

@@ -77,6 +77,8 @@ def token_terms(
             threshold=settings.off_policy_mask_threshold,
         )
         weight_K, corrected_K = weight_K.masked_fill(excluded_K, 0.0), corrected_K.masked_fill(excluded_K, 1.0)
+    if columns.kept_K is not None:
+        weight_K = weight_K.masked_fill(~columns.kept_K, 0.0)
     kl_K = {role: kl_estimate(logprobs_K, columns.frozen_K[role], term.estimator) for role, term in weights.kl.items()}
     if settings.unbiased_kl:
         # With gradient: the samples come from the anchor, and the model decides how likely each is (arXiv 2512.02556).
@@ -101,7 +103,14 @@ def policy_objective(
     """
 
     def mean(values_K: Tensor) -> Tensor:
-        return aggregate(values_K, columns.cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
+        return aggregate(
+            values_K,
+            columns.cu,
+            totals,
+            kind=settings.loss_agg,
+            max_new_tokens=max_new_tokens,
+            prompt_tokens_K=columns.prompt_tokens_K,
+        )
 
     terms = token_terms(logprobs_K, columns, settings=settings, weights=weights)
     # Weight tokens before aggregation: zero-weight tokens must still count in the denominator.
@@ -118,6 +127,8 @@ def policy_objective(
         loss = loss + term.coef * mean(terms.kl_K[role])
         metrics[kl_metric(role)] = sequence_mean(terms.kl_K[role].detach(), totals)
     metrics |= _ratio_metrics(logprobs_K.detach(), terms.anchor_K, terms.flags, totals)
+    selected = {"entropy_kept": columns.kept_K, "covariant": columns.covariant_K}
+    metrics |= {name: token_mean(mask_K.float(), totals) for name, mask_K in selected.items() if mask_K is not None}
     metrics |= _correction_metrics(terms.anchor_K, columns.rollout_K, terms.weight_K, terms.corrected_K, totals)
     return loss, metrics
 

@@ -32,6 +32,9 @@ class PolicyColumns:
     - `old_K`: log-probs under the anchor policy. None on the first update after a rollout: the model is the anchor, and
       the ratio is exactly 1.
     - `frozen_K`: log-probs from the frozen policy of each KL term, by role: `{"ref": ...}`.
+    - `kept_K`: True for tokens with high entropy; None if all are trained (`token_selection.py`).
+    - `covariant_K`: True for tokens that `clip_cov` or `kl_cov` selects; None selects none.
+    - `prompt_tokens_K`: trained tokens of the prompt in the iteration, for `prompt_mean`.
 
     All log-probs are computed from logits divided by the sampling temperature.
 
@@ -44,6 +47,9 @@ class PolicyColumns:
     cu: Tensor
     old_K: Tensor | None = None
     frozen_K: Mapping[str, Tensor] = field(default_factory=dict)
+    kept_K: Tensor | None = None
+    covariant_K: Tensor | None = None
+    prompt_tokens_K: Tensor | None = None
 
 
 def log_ratio(logprobs_K: Tensor, old_K: Tensor) -> Tensor:
@@ -155,6 +161,24 @@ def topr(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: Policy
     weight_K = torch.where(is_negative_K, s_K.clamp(max=1.0), 1.0)
     metrics = unclipped(s_K) | {"clip_low": (is_negative_K & (s_K < 1)).float()}
     return -weight_K * columns.advantages_K * logprobs_K, metrics
+
+
+def clip_cov(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Compute `ppo_clip`, 0 for the tokens that `clip_cov_tokens` draws (arXiv 2505.22617, eq. 11)."""
+    loss_K, metrics = _clipped(torch.exp(log_ratio(logprobs_K, anchor_K)), columns, settings, dual_clip=None)
+    return loss_K if columns.covariant_K is None else loss_K.masked_fill(columns.covariant_K, 0.0), metrics
+
+
+def kl_cov(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Compute `-r A`, plus `kl_cov_coef |logprobs - anchor|` for the tokens with the highest covariance of log-prob and
+    advantage (arXiv 2505.22617, eq. 13; the absolute value is that of the authors' code).
+    """
+    log_ratio_K = log_ratio(logprobs_K, anchor_K)
+    ratio_K = torch.exp(log_ratio_K)
+    loss_K = -ratio_K * columns.advantages_K
+    if columns.covariant_K is not None:
+        loss_K = loss_K + settings.kl_cov_coef * log_ratio_K.abs() * columns.covariant_K
+    return loss_K, unclipped(ratio_K.detach())
 
 
 def _stopped(

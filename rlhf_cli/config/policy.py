@@ -30,10 +30,12 @@ POLICY_LOSSES = {
     "dppo_kl": _own("dppo_kl", "dppo_delta_low_high"),
     "gmpo": _own("gmpo", "gmpo_log_clip"),
     "topr": _own("topr"),
+    "clip_cov": _own("clip_cov", "eps_clip", "eps_clip_low_high", "clip_cov_ratio", "clip_cov_range"),
+    "kl_cov": _own("kl_cov", "kl_cov_ratio", "kl_cov_coef"),
     "reinforce": _own("reinforce"),
 }
 
-LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm"]
+LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm", "prompt_mean"]
 KLEstimator = Literal["k1", "k2", "k3"]
 RolloutCorrection = Literal["token_clip", "token_mask", "seq_mask", "off"]
 
@@ -55,15 +57,16 @@ class PolicyConfig(SettingsGroup):
     )
     """Policy loss: clip (PPO), gspo (sequence ratios; changes the defaults of eps_clip_low_high and loss_agg), cispo,
     sapo, dppo_tv and dppo_kl (trust region by divergence from the rollout engine), gmpo (geometric mean; loss_agg
-    seq_mean by default), topr (no ratio for positive advantages), reinforce (no ratio), or your own function.
+    seq_mean by default), topr (no ratio for positive advantages), clip_cov and kl_cov (stop or penalize the tokens that
+    lower the entropy most), reinforce (no ratio), or your own function.
     """
     advantage_estimator: Annotated[
         str | None, Plugin((), ("experience", "settings"), records=("Estimator",), may_have_settings=True)
     ] = None
     """Your own advantage function or `Estimator`. Default: the command's estimator."""
     loss_agg: LossAgg = "token_mean"
-    """Loss aggregation: mean over tokens, mean over responses, or sum divided by responses x max_new_tokens (Dr.
-    GRPO).
+    """Loss aggregation: mean over tokens, mean over responses, sum divided by responses x max_new_tokens (Dr. GRPO), or
+    mean over prompts of the mean over all tokens of their responses (DAPO's formula, ScaleRL).
     """
     eps_clip: Annotated[float, Needs("policy_loss", READ_BY["eps_clip"])] = Field(0.2, gt=0)
     """Clip the probability ratio to [1 - eps, 1 + eps] (PPO)."""
@@ -83,6 +86,18 @@ class PolicyConfig(SettingsGroup):
     """
     gmpo_log_clip: Annotated[float, Needs("policy_loss", READ_BY["gmpo_log_clip"])] = Field(0.4, gt=0)
     """Clip log-ratios of tokens to +- this value in gmpo."""
+    clip_cov_ratio: Annotated[float, Needs("policy_loss", READ_BY["clip_cov_ratio"])] = Field(2e-4, gt=0, le=1)
+    """Fraction of the step's tokens whose gradient clip_cov stops."""
+    clip_cov_range: Annotated[tuple[float, float], Needs("policy_loss", READ_BY["clip_cov_range"])] = (1.0, 5.0)
+    """Covariances of log-prob and advantage among which clip_cov draws these tokens."""
+    kl_cov_ratio: Annotated[float, Needs("policy_loss", READ_BY["kl_cov_ratio"])] = Field(2e-4, gt=0, le=1)
+    """Fraction of the step's tokens, those with the highest covariance, that kl_cov penalizes."""
+    kl_cov_coef: Annotated[float, Needs("policy_loss", READ_BY["kl_cov_coef"])] = Field(1.0, gt=0)
+    """Weight of the penalty in kl_cov, the absolute log-ratio."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Train only on this fraction of the step's tokens, those with the highest entropy (arXiv 2506.01939, with 0.2). 1
+    trains on all.
+    """
     off_policy_mask_threshold: float | None = Field(None, gt=0)
     """Exclude responses with negative advantage whose log-probs have fallen below the rollout engine's by more than
     this value, in nats per token (DeepSeek-V3.2). Disabled by default; 0.5 is a start.
@@ -125,6 +140,11 @@ class PolicyConfig(SettingsGroup):
     """
 
     @property
+    def selects_tokens(self) -> bool:
+        """Whether the loss treats some tokens differently, chosen among all tokens of an optimizer step."""
+        return self.top_entropy_quantile < 1 or self.policy_loss in ("clip_cov", "kl_cov")
+
+    @property
     def eps_clip_low(self) -> float:
         """Lower clip range of the ratio."""
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[0]
@@ -152,6 +172,9 @@ class PolicyConfig(SettingsGroup):
             raise ValueError(f"rollout_correction_range {low:g} {high:g} must contain 1")
         if min(self.sapo_tau) <= 0:
             raise ValueError(f"sapo_tau {self.sapo_tau[0]:g} {self.sapo_tau[1]:g}: both must be above 0")
+        low, high = self.clip_cov_range
+        if not 0 <= low < high:
+            raise ValueError(f"clip_cov_range {low:g} {high:g}: requires 0 <= first < second")
         if self.dppo_delta_low_high is not None and min(self.dppo_delta_low_high) <= 0:
             low, high = self.dppo_delta_low_high
             raise ValueError(f"dppo_delta_low_high {low:g} {high:g}: both must be above 0")

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, StepTotals
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, plan_packs
@@ -71,9 +71,15 @@ class MicroBatchPlanner:
         for indices in steps:
             chosen = [samples[i] for i in indices]
             num_tokens = sum(sample.num_trained for sample in chosen)
-            totals = StepTotals(num_tokens=num_tokens, num_sequences=len(chosen))
+            totals = StepTotals(num_tokens, len(chosen), num_prompts=_num_prompts(chosen))
             # Totals are over all ranks: losses of micro-batches are parts of one mean over the step.
             for rank, bins in enumerate(self.plan(chosen)):
                 shares[rank].steps.append([[chosen[i] for i in members] for members in bins])
                 shares[rank].totals.append(totals)
         return shares
+
+
+def _num_prompts(samples: Sequence[TokenSequence]) -> float:
+    """Return the sum over tokens of 1 / (tokens of the prompt); 0 without these columns."""
+    columns = (sample.columns.get(PROMPT_TOKENS, np.zeros(0)).astype(np.float64) for sample in samples)
+    return float(sum((1 / tokens_K).sum() for tokens_K in columns))

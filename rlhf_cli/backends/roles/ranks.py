@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, Metrics, StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.algorithms.token_trace import PLACE, policy_columns
 from rlhf_cli.backends.roles.saved_models import describe_model, save_weights, save_whole_model
+from rlhf_cli.backends.roles.selected_tokens import COVARIANT, KEPT, selecting
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings
 from rlhf_cli.backends.roles.update_record import Terms, UpdateRecord
@@ -275,10 +276,12 @@ class ActorRank(SampledRank):
         anchor = () if on_policy else ("old_logprobs",)
         place = () if self.record is None else PLACE
         names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl), *place)
+        names += (PROMPT_TOKENS,) if self.settings.policy.loss_agg == "prompt_mean" else ()
         _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
         for step, (packed, totals) in zip(work.steps, self.packer.steps(work, names), strict=True):
-            found = self.train_step(packed, self._loss(totals, weights), accumulated=self._began(step, self._terms))
+            selected = selecting(self.engine, packed, self.settings)
+            found = self.train_step(selected, self._loss(totals, weights), accumulated=self._began(step, self._terms))
             self.update_average()
             weights = next_weights(weights, found, settings=self.settings.policy)
             metrics.append(found)
@@ -307,6 +310,9 @@ class ActorRank(SampledRank):
                 cu=batch.pack.cu_trained,
                 old_K=batch.columns.get("old_logprobs"),
                 frozen_K={role: batch.columns[f"{role}_logprobs"] for role in weights.kl},
+                kept_K=batch.columns.get(KEPT),
+                covariant_K=batch.columns.get(COVARIANT),
+                prompt_tokens_K=batch.columns.get(PROMPT_TOKENS),
             )
             step: dict[str, Any] = {"totals": totals, "weights": weights, "max_new_tokens": settings.max_new_tokens}
             if self.record is not None:
@@ -345,7 +351,8 @@ class CriticRank(TrainedRank):
                 returns_K=batch.columns["returns"],
                 cu=batch.pack.cu_trained,
                 value_clip=settings.critic.value_clip,
-                loss_agg=settings.policy.loss_agg,
+                # Prompts matter to the actor, which compares their responses.
+                loss_agg="token_mean" if settings.policy.loss_agg == "prompt_mean" else settings.policy.loss_agg,
                 totals=totals,
                 max_new_tokens=settings.max_new_tokens,
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS
 from rlhf_cli.algorithms.formulas import (
     advantage_formula,
     correction_formula,
@@ -216,6 +217,7 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             num_sequences=len(np.unique(columns[SAMPLE])),
             length=int((columns[SAMPLE] == values[SAMPLE]).sum()),
             max_new_tokens=config.rollout.max_new_tokens,
+            prompts=_prompts(columns, values),
         )
         yield f"  weight in the mean ({policy.loss_agg}): {mean}"
         total = float(np.abs(columns["gradient"]).sum())
@@ -225,6 +227,13 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             "of their magnitudes in the step"
         )
         yield from (f"  {line}" for line in share_lines(explained, step, token))
+
+
+def _prompts(columns: Mapping[str, np.ndarray], values: Mapping[str, float]) -> tuple[float, float]:
+    """Return the number of prompts in the step, and the tokens of a token's prompt; zeros without these columns."""
+    if PROMPT_TOKENS not in columns:
+        return 0.0, 0.0
+    return float((1 / columns[PROMPT_TOKENS]).sum()), values[PROMPT_TOKENS]
 
 
 def _equality(again: Replayed, row: Mapping[str, object]) -> list[str]:

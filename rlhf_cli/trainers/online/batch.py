@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
+from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
 from rlhf_cli.algorithms.groups import scale_of
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
@@ -73,6 +74,8 @@ def learning_samples(
     # Keep the advantages for samples.jsonl.
     rollout.advantages = _advantages(found, cu)
     columns = _columns(rollout, settings, rollout.advantages, returns_N=found.returns_N)
+    if settings.policy.loss_agg == "prompt_mean":
+        columns[PROMPT_TOKENS] = _prompt_tokens(experience)
     samples = [
         sample
         for i in torch.nonzero(experience.trained_B).squeeze(1).tolist()
@@ -239,6 +242,16 @@ def _columns(
     if returns_N is not None and rollout.values is not None:
         columns |= {"old_values": rollout.values, "returns": _split(returns_N, rollout.cu)}
     return columns | {f"{role}_logprobs": rollout.frozen_logprobs[role] for role in settings.kl_losses}
+
+
+def _prompt_tokens(experience: Experience) -> list[np.ndarray]:
+    """Return the trained tokens of all responses to a token's prompt, float32 per response."""
+    lengths_B = segment_lengths(experience.cu)
+    _, group_B = experience.groups_B.unique(return_inverse=True)
+    totals_G = torch.zeros(int(group_B.max()) + 1, dtype=torch.int64)
+    totals_G.index_add_(0, group_B, lengths_B * experience.trained_B)
+    totals = totals_G[group_B].float().numpy()
+    return [np.broadcast_to(total, length) for total, length in zip(totals, lengths_B.tolist(), strict=True)]
 
 
 def _kl(rollout: Rollout, policy: PolicyConfig) -> torch.Tensor | None:

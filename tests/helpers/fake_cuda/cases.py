@@ -154,6 +154,8 @@ CASES: dict[str, Callable[[], Result]] = {
             ("dppo_kl", "token_mean", "off", "k3"),
             ("gmpo", "seq_mean", "off", "k3"),
             ("topr", "token_mean", "off", "k3"),
+            ("clip_cov", "token_mean", "off", "k3"),
+            ("kl_cov", "token_mean", "off", "k3"),
         ]
     },
     "actor with an entropy bonus": lambda: of_samples(entropy=0.01),

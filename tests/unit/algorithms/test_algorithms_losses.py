@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, combine_metrics
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation
 from rlhf_cli.algorithms.kl import kl_estimate
@@ -146,6 +146,10 @@ def make_columns(num_sequences: int = 12) -> dict[str, torch.Tensor]:
         "values_K": torch.randn(num_tokens, generator=generator),
         "old_values_K": torch.randn(num_tokens, generator=generator),
         "returns_K": torch.randn(num_tokens, generator=generator),
+        # Groups of three sequences.
+        "prompt_tokens_K": lengths.view(-1, 3).sum(1).repeat_interleave(3).repeat_interleave(lengths).float(),
+        "kept_K": torch.rand(num_tokens, generator=generator) < 0.5,
+        "covariant_K": torch.rand(num_tokens, generator=generator) < 0.3,
     }
 
 
@@ -167,9 +171,14 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
             advantages_K=columns["advantages_K"][rows],
             cu=cu[first : last + 1] - cu[first],
             frozen_K=dict.fromkeys(weights.kl, columns["ref_K"][rows]),
+            kept_K=columns["kept_K"][rows] if settings.top_entropy_quantile < 1 else None,
+            covariant_K=columns["covariant_K"][rows] if settings.policy_loss in ("clip_cov", "kl_cov") else None,
+            prompt_tokens_K=columns["prompt_tokens_K"][rows],
         ),
         settings=settings,
-        totals=StepTotals(num_tokens=int(cu[-1]), num_sequences=len(cu) - 1),
+        totals=StepTotals(
+            num_tokens=int(cu[-1]), num_sequences=len(cu) - 1, num_prompts=float((1 / columns["prompt_tokens_K"]).sum())
+        ),
         weights=weights,
         max_new_tokens=10,
     )
@@ -185,7 +194,8 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
         *({"policy_loss": loss} for loss in POLICY_LOSSES if loss != "clip"),
         {"off_policy_mask_threshold": 0.1},
         {"unbiased_kl": True, "use_kl_loss": True, "kl_estimator": "k3"},
-        *({"loss_agg": agg} for agg in ("seq_mean", "seq_sum_norm")),
+        {"top_entropy_quantile": 0.5},
+        *({"loss_agg": agg} for agg in ("seq_mean", "seq_sum_norm", "prompt_mean")),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -200,6 +210,29 @@ def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(setti
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(gradient, whole_gradient)
     torch.testing.assert_close(metrics, whole_metrics)
+
+
+def test_only_tokens_that_are_kept_have_a_gradient_and_all_count_in_the_mean() -> None:
+    columns, settings = make_columns(), PolicyConfig(top_entropy_quantile=0.5)
+    _, (gradient_K, _), metrics = run_policy(columns, 0, 12, settings)
+    _, (plain_K, _), _ = run_policy(columns, 0, 12, PolicyConfig())
+    torch.testing.assert_close(gradient_K, plain_K * columns["kept_K"])
+    assert float(metrics["entropy_kept"]) == pytest.approx(float(columns["kept_K"].float().mean()))
+
+
+def test_a_mean_over_prompts_weighs_tokens_by_the_length_of_their_prompt() -> None:
+    """Prompts with 1 + 3 and with 2 tokens; then the first sequence without the rest of its prompt."""
+    values_K, cu = torch.tensor([8.0, 4.0, 4.0, 4.0, 1.0, 3.0]), torch.tensor([0, 1, 4, 6])
+    prompt_tokens_K = torch.tensor([4.0, 4.0, 4.0, 4.0, 2.0, 2.0])
+
+    def mean(stop: int, num_prompts: float) -> float:
+        totals = StepTotals(num_tokens=stop, num_sequences=3, num_prompts=num_prompts)
+        columns = {"prompt_tokens_K": prompt_tokens_K[:stop]}
+        return float(aggregate(values_K[:stop], cu, totals, kind="prompt_mean", max_new_tokens=9, **columns))
+
+    assert mean(6, 2.0) == pytest.approx((20 / 4 + 4 / 2) / 2)
+    assert mean(1, 1 / 4) == pytest.approx(8.0)
+    assert mean(0, 0.0) == 0.0
 
 
 def test_policy_objective_equals_a_loop_over_tokens() -> None:

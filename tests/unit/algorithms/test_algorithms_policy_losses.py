@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.aggregation import StepTotals, aggregate
-from rlhf_cli.algorithms.policy_loss import PolicyColumns, cispo, dppo_kl, dppo_tv, gmpo, gspo, reinforce, sapo, topr
+from rlhf_cli.algorithms.policy_loss import (
+    PolicyColumns,
+    cispo,
+    clip_cov,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    gspo,
+    kl_cov,
+    reinforce,
+    sapo,
+    topr,
+)
 from rlhf_cli.config.policy import PolicyConfig
 
 CU = torch.tensor([0, 2, 2, 5])
@@ -80,7 +92,7 @@ def test_reinforce_weighs_log_probs_with_advantages_alone() -> None:
     ("loss", "settings"),
     [
         (gspo, {"eps_clip_low_high": (3e-4, 4e-4)}),
-        *((loss, {}) for loss in (cispo, sapo, reinforce, dppo_tv, dppo_kl, gmpo, topr)),
+        *((loss, {}) for loss in (cispo, sapo, reinforce, dppo_tv, dppo_kl, gmpo, topr, clip_cov, kl_cov)),
     ],
 )
 def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinforce(loss, settings) -> None:
@@ -136,6 +148,22 @@ def test_gmpo_weighs_a_response_with_the_geometric_mean_of_clipped_ratios() -> N
     assert (metrics["clip_high"].tolist(), metrics["clip_low"].tolist()) == ([1, 0, 0, 0, 0], [0, 0, 1, 0, 0])
 
 
+def test_clip_cov_stops_and_kl_cov_penalizes_tokens_by_hand() -> None:
+    ratios, advantages = torch.tensor([1.1, 2.0, 0.5, 1.5]), torch.tensor([1.0, 1.0, -2.0, -2.0])
+    old_K = torch.full((4,), -3.0)
+    logprobs_K = (old_K + ratios.log()).requires_grad_()
+    columns = PolicyColumns(old_K, advantages, torch.tensor([0, 4]), covariant_K=torch.tensor([1, 0, 1, 0]).bool())
+    loss_K, metrics = clip_cov(logprobs_K, old_K, columns, PolicyConfig(policy_loss="clip_cov"))
+    assert loss_K.tolist() == pytest.approx([0.0, -1.2, 0.0, 3.0])
+    (gradient_K,) = torch.autograd.grad(loss_K.sum(), logprobs_K)
+    assert gradient_K.tolist() == pytest.approx([0.0, 0.0, 0.0, 3.0])
+    assert metrics["clip_high"].tolist() == [0, 1, 0, 0]
+    loss_K, _ = kl_cov(logprobs_K, old_K, columns, PolicyConfig(policy_loss="kl_cov", kl_cov_coef=2.0))
+    assert loss_K.tolist() == pytest.approx([-1.1 + 2 * math.log(1.1), -2.0, 1.0 + 2 * math.log(2), 3.0])
+    (gradient_K,) = torch.autograd.grad(loss_K.sum(), logprobs_K)
+    assert gradient_K.tolist() == pytest.approx([-1.1 + 2, -2.0, 1.0 - 2, 3.0])
+
+
 def test_topr_weighs_only_bad_responses_and_at_most_with_1() -> None:
     ratios, advantages = [2.0, 3.0, 0.5, 0.5, 2.0], [1.0, 1.0, -1.0, -1.0, -1.0]
     _, gradient_K, metrics = loss_and_gradient(topr, ratios, advantages)
@@ -168,5 +196,5 @@ def test_means_of_a_step_by_hand_however_it_is_cut(kind, expected) -> None:
 
 
 def test_an_unknown_mean_is_named() -> None:
-    with pytest.raises(ValueError, match="seq_mean or seq_sum_norm, not 'mean'"):
+    with pytest.raises(ValueError, match="seq_sum_norm or prompt_mean, not 'mean'"):
         aggregate(torch.ones(1), torch.tensor([0, 1]), StepTotals(1, 1), kind="mean", max_new_tokens=1)  # type: ignore[arg-type]

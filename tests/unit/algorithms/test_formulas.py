@@ -97,6 +97,7 @@ def columns() -> PolicyColumns:
         cu=CU,
         old_K=old_K,
         frozen_K={"ref": old_K + 0.1},
+        covariant_K=torch.tensor([True, False, False, True, False, True]),
     )
 
 
@@ -186,8 +187,10 @@ def test_the_formula_of_the_correction_names_the_cap():
         ("token_mean", "1 / 10 tokens of the step"),
         ("seq_mean", "1 / (5 responses of the step x 2 tokens of this one)"),
         ("seq_sum_norm", "1 / (5 responses of the step x max_new_tokens 8)"),
+        ("prompt_mean", "1 / (1.5 prompts of the step x 6 tokens of this one)"),
     ],
 )
 def test_the_weight_of_a_token_in_the_mean(agg, weight):
     settings = PolicyConfig(loss_agg=agg)
-    assert mean_formula(settings, num_tokens=10, num_sequences=5, length=2, max_new_tokens=8) == weight
+    given = {"num_tokens": 10, "num_sequences": 5, "length": 2, "max_new_tokens": 8}
+    assert mean_formula(settings, **given, prompts=(1.5, 6.0)) == weight  # type: ignore[arg-type]
