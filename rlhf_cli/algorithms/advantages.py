@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.algorithms.groups import group_normalised, scale_of
-from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
+from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, shift_left, suffix_scan, suffix_scan_by_segment
 
 # Relative to the squared score range, so rewards of 0 and 1e-6 give the same advantages as 0 and 1.
 _WHITEN_EPS = 1e-8
@@ -42,18 +42,32 @@ def compute_advantages(estimator: Estimator, experience: Experience, *, settings
 
 
 def gae(
-    rewards_N: Tensor, values_N: Tensor, cu: Tensor, *, gamma: float, lambd: float, bootstrap_B: Tensor | None = None
+    rewards_N: Tensor,
+    values_N: Tensor,
+    cu: Tensor,
+    *,
+    gamma: float,
+    lambd: float | Tensor,
+    bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute generalized advantages and returns, both `[N]` in the dtype of `values_N`.
 
     `d_t = r_t + gamma V_{t+1} - V_t`, `A_t = d_t + gamma lambd A_{t+1}`, returns `A + V` (arXiv 1506.02438, eq. 16).
-    After the last token, `V` is `bootstrap_B`: the value of the state where the response was truncated, or 0 for a
-    finished response (the default).
+    `lambd` may differ between responses, `[B]`. After the last token, `V` is `bootstrap_B`: the value of the state
+    where the response was truncated, or 0 for a finished response (the default).
     """
     values = values_N.double()
     deltas_N = rewards_N.double() + gamma * shift_left(values, cu, last_B=bootstrap_B) - values
-    advantages_N = suffix_scan(deltas_N, cu, gamma * lambd)
+    if isinstance(lambd, Tensor):
+        advantages_N = suffix_scan_by_segment(deltas_N, cu, gamma * lambd)
+    else:
+        advantages_N = suffix_scan(deltas_N, cu, gamma * lambd)
     return advantages_N.to(values_N.dtype), (advantages_N + values).to(values_N.dtype)
+
+
+def adaptive_lambdas(cu: Tensor, *, alpha: float) -> Tensor:
+    """Return `1 - 1 / (alpha length)` per response, at least 0, float64 `[B]` (VAPO, arXiv 2504.05118, eq. 6)."""
+    return (1 - 1 / (alpha * segment_lengths(cu).double())).clamp(min=0.0)
 
 
 def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:

@@ -174,6 +174,18 @@ def _topr(settings: PolicyConfig, values: Values) -> list[str]:
     ]
 
 
+def _vespo(settings: PolicyConfig, values: Values) -> list[str]:
+    side = 1 if values["advantage"] < 0 else 0
+    k, decay, w = settings.vespo_k[side], settings.vespo_lambda[side], values["ratio"]
+    phi = w**k * exp(decay * (1 - w))
+    return [
+        f"loss = -phi A log-prob = -{number(phi)} x {number(values['advantage'])} x {number(values['logprob'])} = "
+        f"{number(values['loss'])}",
+        f"phi = w^{number(k)} exp({number(decay)} (1 - w)), w = {number(w)}",
+        "VESPO, arXiv 2602.10693",
+    ]
+
+
 def _clip_cov(settings: PolicyConfig, values: Values) -> list[str]:
     low, high = settings.clip_cov_range
     paper = f"Clip-Cov, arXiv 2505.22617, among covariances from {number(low)} to {number(high)}"
@@ -211,6 +223,7 @@ _LOSSES: dict[str, Callable[[PolicyConfig, Values], list[str]]] = {
     "topr": _topr,
     "clip_cov": _clip_cov,
     "kl_cov": _kl_cov,
+    "vespo": _vespo,
     "reinforce": _reinforce_loss,
 }
 
@@ -222,6 +235,8 @@ def ratio_formula(settings: PolicyConfig, values: Values) -> str:
         return f"r = exp(mean over the response of (log-prob - old)) = {ratio}"
     if settings.policy_loss == "gmpo":
         return f"g = exp(mean over the response of the clipped log-prob - old) = {ratio}"
+    if settings.policy_loss == "vespo":
+        return f"w = exp(sum over the response of (log-prob - old)) = {ratio}"
     if settings.policy_loss == "topr":
         return f"s = exp(sum over the response of (log-prob - old)) = {ratio}"
     return f"r = exp(log-prob - old) = exp({number(values['logprob'])} - {number(values['anchor'])}) = {ratio}"

@@ -20,6 +20,9 @@ TokenLoss = tuple[Tensor, dict[str, Tensor]]
 _LEAST_REST = 1e-8
 """Least probability of all other tokens in a divergence."""
 
+_LEAST_LOG_RATIO = -18.42
+"""Least log-ratio of a response in `vespo`: a ratio of 1e-8, as in the authors' code."""
+
 TOKEN_METRICS = ("ratio", "clip_low", "clip_high", "clip_dual")
 
 
@@ -161,6 +164,25 @@ def topr(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: Policy
     weight_K = torch.where(is_negative_K, s_K.clamp(max=1.0), 1.0)
     metrics = unclipped(s_K) | {"clip_low": (is_negative_K & (s_K < 1)).float()}
     return -weight_K * columns.advantages_K * logprobs_K, metrics
+
+
+def vespo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Compute `-phi(w) A logprobs` with `phi(w) = w^k exp(lambda (1 - w))`, without gradient through phi (arXiv
+    2602.10693).
+
+    `w = exp(sum_t(logprobs - anchor))` is the ratio of the response. phi is 1 at w = 1, has its maximum at
+    w = k / lambda, and falls smoothly to 0 on both sides, instead of clipping.
+    """
+    log_ratio_K = log_ratio(logprobs_K, anchor_K).detach()
+    log_w_B = segment_sum(log_ratio_K, columns.cu).clamp(_LEAST_LOG_RATIO, LOG_RATIO_LIMIT)
+    log_w_K = log_w_B[segment_ids(columns.cu, len(logprobs_K))]
+    is_negative_K = columns.advantages_K < 0
+    k_K, lambda_K = (
+        torch.where(is_negative_K, negative, positive)
+        for positive, negative in (settings.vespo_k, settings.vespo_lambda)
+    )
+    phi_K = torch.exp(k_K * log_w_K + lambda_K * (1 - log_w_K.exp()))
+    return -phi_K * columns.advantages_K * logprobs_K, unclipped(log_w_K.exp())
 
 
 def clip_cov(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:

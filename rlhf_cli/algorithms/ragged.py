@@ -68,6 +68,23 @@ def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
     return _scan(x_N.double(), cu, float(decay)).to(x_N.dtype)
 
 
+def suffix_scan_by_segment(x_N: Tensor, cu: Tensor, decay_B: Tensor) -> Tensor:
+    """Compute `y_t = x_t + decay * y_{t+1}` with a decay per segment, `[N]`. Loops over the tokens of the longest."""
+    scanned_N, carry_B = x_N.to(torch.float64, copy=True), x_N.new_zeros(len(decay_B), dtype=torch.float64)
+    lengths_B = segment_lengths(cu)
+    # Longest first, so that the segments with a token at a place are the first ones.
+    order_B = lengths_B.argsort(descending=True, stable=True)
+    starts_B, decay_B = cu[:-1][order_B], decay_B.double()[order_B]
+    longest = int(lengths_B.max()) if len(lengths_B) else 0
+    counts = torch.bincount(lengths_B, minlength=longest + 1).flip(0).cumsum(0).flip(0).tolist()
+    for place in range(longest - 1, -1, -1):
+        count = counts[place + 1]
+        at = starts_B[:count] + place
+        carry_B[:count] = scanned_N[at] + decay_B[:count] * carry_B[:count]
+        scanned_N[at] = carry_B[:count]
+    return scanned_N.to(x_N.dtype)
+
+
 def _scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
     lengths_B = segment_lengths(cu)
     longest = int(lengths_B.max())

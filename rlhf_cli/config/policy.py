@@ -32,6 +32,7 @@ POLICY_LOSSES = {
     "topr": _own("topr"),
     "clip_cov": _own("clip_cov", "eps_clip", "eps_clip_low_high", "clip_cov_ratio", "clip_cov_range"),
     "kl_cov": _own("kl_cov", "kl_cov_ratio", "kl_cov_coef"),
+    "vespo": _own("vespo", "vespo_k", "vespo_lambda"),
     "reinforce": _own("reinforce"),
 }
 
@@ -58,7 +59,7 @@ class PolicyConfig(SettingsGroup):
     """Policy loss: clip (PPO), gspo (sequence ratios; changes the defaults of eps_clip_low_high and loss_agg), cispo,
     sapo, dppo_tv and dppo_kl (trust region by divergence from the rollout engine), gmpo (geometric mean; loss_agg
     seq_mean by default), topr (no ratio for positive advantages), clip_cov and kl_cov (stop or penalize the tokens that
-    lower the entropy most), reinforce (no ratio), or your own function.
+    lower the entropy most), vespo (soft weight of the response's ratio), reinforce (no ratio), or your own function.
     """
     advantage_estimator: Annotated[
         str | None, Plugin((), ("experience", "settings"), records=("Estimator",), may_have_settings=True)
@@ -94,6 +95,10 @@ class PolicyConfig(SettingsGroup):
     """Fraction of the step's tokens, those with the highest covariance, that kl_cov penalizes."""
     kl_cov_coef: Annotated[float, Needs("policy_loss", READ_BY["kl_cov_coef"])] = Field(1.0, gt=0)
     """Weight of the penalty in kl_cov, the absolute log-ratio."""
+    vespo_k: Annotated[tuple[float, float], Needs("policy_loss", READ_BY["vespo_k"])] = (2.0, 3.0)
+    """Exponents of the response's ratio in vespo for positive and negative advantages."""
+    vespo_lambda: Annotated[tuple[float, float], Needs("policy_loss", READ_BY["vespo_lambda"])] = (3.0, 2.0)
+    """Decay rates with the response's ratio in vespo for positive and negative advantages."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Train only on this fraction of the step's tokens, those with the highest entropy (arXiv 2506.01939, with 0.2). 1
     trains on all.
@@ -172,6 +177,8 @@ class PolicyConfig(SettingsGroup):
             raise ValueError(f"rollout_correction_range {low:g} {high:g} must contain 1")
         if min(self.sapo_tau) <= 0:
             raise ValueError(f"sapo_tau {self.sapo_tau[0]:g} {self.sapo_tau[1]:g}: both must be above 0")
+        if min(*self.vespo_k, *self.vespo_lambda) <= 0:
+            raise ValueError("vespo_k and vespo_lambda: all must be above 0")
         low, high = self.clip_cov_range
         if not 0 <= low < high:
             raise ValueError(f"clip_cov_range {low:g} {high:g}: requires 0 <= first < second")

@@ -1,6 +1,8 @@
 """Generalized advantage estimation with a critic (arXiv 1506.02438), as in PPO."""
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.config.policy import PolicyConfig
@@ -13,23 +15,32 @@ class ActorCriticPolicyConfig(PolicyConfig):
     """Discount per token."""
     lambd: float = Field(1.0, ge=0, le=1)
     """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
+    lambd_alpha: float | None = Field(None, gt=0)
+    """Length-adaptive lambda of the actor, 1 - 1 / (alpha tokens) and at least 0, instead of lambd (VAPO, with 0.05).
+    """
+    critic_lambd: float | None = Field(None, ge=0, le=1)
+    """Lambda of the critic's returns (VAPO: 1). Default: that of the actor."""
+
+    @model_validator(mode="after")
+    def _check_lambda(self) -> "ActorCriticPolicyConfig":
+        if self.lambd_alpha is not None and self.lambd != 1.0:
+            raise ValueError("lambd_alpha sets lambda by length, and lambd for all responses: set only one")
+        return self
 
 
 def ppo(experience: Experience, settings: ActorCriticPolicyConfig) -> Advantages:
-    """Return GAE and its returns."""
-    from rlhf_cli.algorithms.advantages import gae
+    """Return GAE and its returns, which may have a lambda of their own (VAPO, arXiv 2504.05118)."""
+    from rlhf_cli.algorithms.advantages import adaptive_lambdas, gae
 
     assert experience.values_N is not None, "GAE needs a critic"
-    return Advantages(
-        *gae(
-            experience.rewards_N,
-            experience.values_N,
-            experience.cu,
-            gamma=settings.gamma,
-            lambd=settings.lambd,
-            bootstrap_B=experience.bootstrap_B,
-        )
-    )
+    cu, values_N = experience.cu, experience.values_N
+    given: dict[str, Any] = {"gamma": settings.gamma, "bootstrap_B": experience.bootstrap_B}
+    alpha = settings.lambd_alpha
+    lambd = settings.lambd if alpha is None else adaptive_lambdas(cu, alpha=alpha)
+    advantages_N, returns_N = gae(experience.rewards_N, values_N, cu, lambd=lambd, **given)
+    if settings.critic_lambd is not None:
+        _, returns_N = gae(experience.rewards_N, values_N, cu, lambd=settings.critic_lambd, **given)
+    return Advantages(advantages_N, returns_N)
 
 
 def gae_formula(experience: Experience, settings: ActorCriticPolicyConfig, sample: int, token: int) -> list[str]:
@@ -40,7 +51,11 @@ def gae_formula(experience: Experience, settings: ActorCriticPolicyConfig, sampl
     first, end = experience.cu[sample : sample + 2].tolist()
     rewards, values = experience.rewards_N[first:end].tolist(), experience.values_N[first:end].tolist()
     values.append(0.0 if experience.bootstrap_B is None else float(experience.bootstrap_B[sample]))
-    gamma, lambd = settings.gamma, settings.lambd
+    gamma, lambd, alpha = settings.gamma, settings.lambd, settings.lambd_alpha
+    adaptive = ""
+    if alpha is not None:
+        lambd = max(0.0, 1 - 1 / (alpha * (end - first)))
+        adaptive = f"; lambda = 1 - 1 / ({number(alpha)} x {end - first} tokens), VAPO, arXiv 2504.05118"
     deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
     total = sum((gamma * lambd) ** later * delta for later, delta in enumerate(deltas[token:]))
     return [
@@ -48,7 +63,7 @@ def gae_formula(experience: Experience, settings: ActorCriticPolicyConfig, sampl
         f"{number(values[token])} = {number(deltas[token])}",
         f"A = sum of (gamma lambda)^s delta_(t+s) over {end - first - token} tokens, lambda {number(lambd)} = "
         f"{number(total)}",
-        "GAE, arXiv 1506.02438, eq. 16",
+        f"GAE, arXiv 1506.02438, eq. 16{adaptive}",
     ]
 
 

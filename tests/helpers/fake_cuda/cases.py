@@ -156,6 +156,7 @@ CASES: dict[str, Callable[[], Result]] = {
             ("topr", "token_mean", "off", "k3"),
             ("clip_cov", "token_mean", "off", "k3"),
             ("kl_cov", "token_mean", "off", "k3"),
+            ("vespo", "token_mean", "off", "k3"),
         ]
     },
     "actor with an entropy bonus": lambda: of_samples(entropy=0.01),

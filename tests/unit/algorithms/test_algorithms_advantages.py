@@ -8,9 +8,9 @@ import pytest
 import torch
 from extending_page import page_code
 
-from rlhf_cli.algorithms.advantages import compute_advantages, gae, step_advantages, whiten
+from rlhf_cli.algorithms.advantages import adaptive_lambdas, compute_advantages, gae, step_advantages, whiten
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
-from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig, ppo
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -41,6 +41,50 @@ def test_gae_equals_the_loop(gamma: float, lambd: float) -> None:
     slow = slow_gae(rewards_N.tolist(), values_N.tolist(), cu.tolist(), gamma, lambd, bootstrap_B.tolist())
     torch.testing.assert_close(advantages_N, torch.tensor(slow), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(returns_N, advantages_N + values_N, rtol=1e-5, atol=1e-5)
+
+
+def test_gae_with_a_lambda_per_response_equals_the_loop_over_each() -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 50, (30,), generator=generator)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rewards_N, values_N = torch.randn(2, int(cu[-1]), generator=generator, dtype=torch.float64)
+    bootstrap_B, lambd_B = torch.rand(2, 30, generator=generator, dtype=torch.float64)
+    given = values_N.clone(), rewards_N.clone()
+    advantages_N, _ = gae(rewards_N, values_N, cu, gamma=0.9, lambd=lambd_B, bootstrap_B=bootstrap_B)
+    assert given[0].equal(values_N)
+    assert given[1].equal(rewards_N)
+    for number, (start, end) in enumerate(pairwise(cu.tolist())):
+        ends = torch.tensor([0, end - start])
+        own = {"lambd": float(lambd_B[number]), "bootstrap_B": bootstrap_B[number : number + 1]}
+        expected, _ = gae(rewards_N[start:end], values_N[start:end], ends, gamma=0.9, **own)
+        torch.testing.assert_close(advantages_N[start:end], expected)
+
+
+def test_lambda_adapts_to_the_length_and_the_critic_has_its_own() -> None:
+    """With alpha 0.25, lambda is 0 for 2 and 4 tokens and 1/2 for 8."""
+    cu = torch.tensor([0, 2, 6, 14])
+    assert adaptive_lambdas(cu, alpha=0.25).tolist() == [0.0, 0.0, 0.5]
+    rewards_N, values_N = torch.zeros(14, dtype=torch.float64), torch.zeros(14, dtype=torch.float64)
+    rewards_N[[1, 5, 13]] = 1.0
+    ones_B = torch.ones(3, dtype=torch.float64)
+    given = Experience(
+        shaped_N=rewards_N,
+        parts=(),
+        values_N=values_N,
+        bootstrap_B=None,
+        cu=cu,
+        groups_B=torch.arange(3),
+        trained_B=ones_B.bool(),
+        greedy_B=None,
+        scores_B=ones_B,
+    )
+    found = ppo(given, ActorCriticPolicyConfig(lambd_alpha=0.25, critic_lambd=1.0))
+    assert found.at_tokens(cu).tolist() == [0.0, 1.0] + [0.0] * 3 + [1.0] + [0.5**power for power in range(7, -1, -1)]
+    assert found.returns_N is not None
+    assert found.returns_N.tolist() == [1.0] * 14
+    same = ppo(given, ActorCriticPolicyConfig(lambd_alpha=0.25)).returns_N
+    assert same is not None
+    assert same.tolist() == found.at_tokens(cu).tolist()
 
 
 def test_gae_by_hand() -> None:

@@ -18,6 +18,7 @@ from rlhf_cli.algorithms.policy_loss import (
     reinforce,
     sapo,
     topr,
+    vespo,
 )
 from rlhf_cli.config.policy import PolicyConfig
 
@@ -92,7 +93,7 @@ def test_reinforce_weighs_log_probs_with_advantages_alone() -> None:
     ("loss", "settings"),
     [
         (gspo, {"eps_clip_low_high": (3e-4, 4e-4)}),
-        *((loss, {}) for loss in (cispo, sapo, reinforce, dppo_tv, dppo_kl, gmpo, topr, clip_cov, kl_cov)),
+        *((loss, {}) for loss in (cispo, sapo, reinforce, dppo_tv, dppo_kl, gmpo, topr, clip_cov, kl_cov, vespo)),
     ],
 )
 def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinforce(loss, settings) -> None:
@@ -162,6 +163,18 @@ def test_clip_cov_stops_and_kl_cov_penalizes_tokens_by_hand() -> None:
     assert loss_K.tolist() == pytest.approx([-1.1 + 2 * math.log(1.1), -2.0, 1.0 + 2 * math.log(2), 3.0])
     (gradient_K,) = torch.autograd.grad(loss_K.sum(), logprobs_K)
     assert gradient_K.tolist() == pytest.approx([-1.1 + 2, -2.0, 1.0 - 2, 3.0])
+
+
+def test_vespo_weighs_responses_softly_by_their_ratio() -> None:
+    """Ratios of 2 (A > 0) and of 1/2 (A < 0): phi = 2^2 e^-3 and 2^-3 e^1."""
+    _, gradient_K, metrics = loss_and_gradient(vespo, [2.0, 1.0, 0.5, 1.0, 1.0], [1.0, 1.0, -3.0, -3.0, -3.0])
+    up, down = 4 * math.exp(-3), 3 / 8 * math.e
+    assert gradient_K.tolist() == pytest.approx([-up, -up, down, down, down])
+    assert metrics["ratio"].tolist() == pytest.approx([2.0, 2.0, 0.5, 0.5, 0.5])
+    _, gradient_K, _ = loss_and_gradient(vespo, [1e-9] * 5, [1.0] * 5)
+    assert gradient_K.abs().max() < 1e-12
+    _, gradient_K, _ = loss_and_gradient(vespo, [1e9] * 5, [-1.0] * 5)
+    assert gradient_K.tolist() == [0.0] * 5
 
 
 def test_topr_weighs_only_bad_responses_and_at_most_with_1() -> None:

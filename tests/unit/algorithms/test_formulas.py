@@ -32,6 +32,7 @@ from rlhf_cli.config.roles import KLTerm
 CU = torch.tensor([0, 2, 3, 5, 6])
 SETTINGS = {
     "ppo": ActorCriticPolicyConfig(gamma=0.9, lambd=0.8),
+    "ppo adaptive": ActorCriticPolicyConfig(gamma=0.9, lambd_alpha=0.8),
     "reinforce++": ReinforcePolicyConfig(gamma=0.5),
     "reinforce++_group": ReinforcePolicyConfig(baseline="group"),
     "grpo": GroupPolicyConfig(),
@@ -64,7 +65,7 @@ def last_number(line: str) -> float:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(("sample", "token"), [(0, 0), (0, 1), (1, 0), (2, 1), (3, 0)])
 def test_formulas_of_advantages_end_with_the_advantage(name, sample, token):
-    estimator, given = replace(ESTIMATORS[name], whiten=False), experience()
+    estimator, given = replace(ESTIMATORS[name.split()[0]], whiten=False), experience()
     found = compute_advantages(estimator, given, settings=SETTINGS[name]).at_tokens(CU)
     lines = advantage_formula(estimator, given, SETTINGS[name], sample=sample, token=token)
     (line,) = (line for line in lines if line.startswith("A = "))

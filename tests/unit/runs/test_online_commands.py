@@ -137,6 +137,8 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"advantage": "maxrl", "advantage_std": "batch"}, "does not support advantage_std batch"),
         ("grpo", {"policy_loss": "dppo_tv", "dppo_delta_low_high": [0.2, 0]}, "both must be above 0"),
         ("grpo", {"dppo_delta_low_high": [0.2, 0.2]}, "needs --policy_loss dppo_tv or dppo_kl"),
+        ("grpo", {"policy_loss": "vespo", "vespo_k": ["0", "1"]}, "vespo_k and vespo_lambda: all must be above 0"),
+        ("ppo", {"lambd_alpha": "0.05", "lambd": "0.9"}, "set only one"),
         ("grpo", {"kl_cov_ratio": "0.1"}, "needs --policy_loss kl_cov"),
         ("grpo", {"policy_loss": "clip_cov", "clip_cov_range": ["5", "1"]}, "requires 0 <= first < second"),
         ("reinforce++", {"unbiased_kl": True}, "unbiased_kl needs --use_kl_loss"),

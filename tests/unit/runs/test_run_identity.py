@@ -61,13 +61,13 @@ OF_A_POLICY_GRADIENT = """
     kl_cov_ratio kl_estimator kl_horizon kl_target loss_agg mask_truncated off_policy_mask_threshold
     overlong_buffer_len overlong_penalty_factor policy_loss prompt_sampling ref_mixup_alpha ref_sync_steps
     reward_clip_range rollout_correction rollout_correction_cap rollout_correction_range rollout_routing_replay
-    sapo_tau stop_properly_penalty_coef top_entropy_quantile unbiased_kl use_kl_loss
+    sapo_tau stop_properly_penalty_coef top_entropy_quantile unbiased_kl use_kl_loss vespo_k vespo_lambda
 """
 SETTINGS_OF_IDENTITY = {
     "ppo": (
         f"{OF_A_POLICY_GRADIENT} "
         "bootstrap_truncated critic_learning_rate dynamic_filtering dynamic_filtering_reward_range gamma "
-        "lambd prm_weight value_clip"
+        "lambd lambd_alpha critic_lambd prm_weight value_clip"
     ),
     "grpo": (
         f"{OF_A_POLICY_GRADIENT} "
