@@ -55,6 +55,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 # Valid values of settings whose type alone does not give one.
 SAMPLES = {
+    "critic_lambd": "0.5",
     "vllm_gpu_memory_utilization": "0.3",
     "image_size": "56",
     "advantage_estimator": "math:hypot",
