@@ -221,7 +221,7 @@ def test_only_tokens_that_are_kept_have_a_gradient_and_all_count_in_the_mean() -
 
 
 def test_a_mean_over_prompts_weighs_tokens_by_the_length_of_their_prompt() -> None:
-    """Prompts with 1 + 3 and with 2 tokens; then the first sequence without the rest of its prompt."""
+    """Prompts with 1 + 3 and with 2 tokens; then only the first sequence."""
     values_K, cu = torch.tensor([8.0, 4.0, 4.0, 4.0, 1.0, 3.0]), torch.tensor([0, 1, 4, 6])
     prompt_tokens_K = torch.tensor([4.0, 4.0, 4.0, 4.0, 2.0, 2.0])
 

@@ -166,7 +166,7 @@ def test_clip_cov_stops_and_kl_cov_penalizes_tokens_by_hand() -> None:
 
 
 def test_vespo_weighs_responses_softly_by_their_ratio() -> None:
-    """Ratios of 2 (A > 0) and of 1/2 (A < 0): phi = 2^2 e^-3 and 2^-3 e^1."""
+    """Ratios 2 (A > 0) and 1/2 (A < 0): phi = 2^2 e^-3 and 2^-3 e^1."""
     _, gradient_K, metrics = loss_and_gradient(vespo, [2.0, 1.0, 0.5, 1.0, 1.0], [1.0, 1.0, -3.0, -3.0, -3.0])
     up, down = 4 * math.exp(-3), 3 / 8 * math.e
     assert gradient_K.tolist() == pytest.approx([-up, -up, down, down, down])

@@ -130,7 +130,7 @@ def test_other_divergences_by_hand(settings, d) -> None:
 
 
 def test_tokens_beyond_the_shorter_response_have_another_weight() -> None:
-    """Responses of 3 and 1, 0 and 2, and 2 and 2 trained tokens."""
+    """Responses with 3 and 1, 0 and 2, and 2 and 2 trained tokens."""
     cu = torch.tensor([0, 3, 4, 4, 6, 8, 10])
     assert length_weights(cu, 10, ld_alpha=0.25).tolist() == [1, 0.25, 0.25, 1, 0.25, 0.25, 1, 1, 1, 1]
     assert length_weights(torch.tensor([0]), 0, ld_alpha=0.25).tolist() == []

@@ -1,4 +1,4 @@
-"""Tokens chosen among all tokens of an optimizer step."""
+"""Tokens chosen among all tokens in an optimizer step."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ def test_tokens_with_high_entropy_are_those_above_the_quantile(fraction, count) 
 
 
 def test_a_fifth_of_ten_tokens_and_no_token_by_hand() -> None:
-    """The quantile 0.8 of 0 to 9 is 7.2."""
+    """For 0 to 9, quantile 0.8 is 7.2."""
     assert high_entropy_tokens(torch.arange(10.0), 0.2).tolist() == [False] * 8 + [True] * 2
     assert high_entropy_tokens(torch.zeros(0), 0.2).tolist() == []
     assert high_entropy_tokens(torch.ones(3), 0.2).all()
 
 
 def test_covariances_by_hand() -> None:
-    """Means of -2 and 1."""
+    """Means: -2 and 1."""
     found = covariances(torch.tensor([-1.0, -4.0, -1.0]), torch.tensor([4.0, -2.0, 1.0]))
     assert found.tolist() == [3.0, 6.0, 0.0]
 

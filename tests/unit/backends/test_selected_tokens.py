@@ -1,4 +1,4 @@
-"""Token selections and the mean over prompts in updates of an actor: no micro-batch changes them."""
+"""Token selections and the mean over prompts in actor updates: no micro-batch changes them."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ STEPS = [np.arange(0, 8), np.arange(0, 8)]
 
 
 def updated(pretrain: str, max_tokens: int, **policy: Any) -> list[dict[str, float]]:
-    """Return the metrics of two steps over the same samples, which are of three prompts."""
+    """Return metrics for two steps over the same samples, from three prompts."""
     settings = role_settings(pretrain, 1, policy=ActorCriticPolicyConfig(**policy))
     given = samples()
     if policy.get("loss_agg") == "prompt_mean":

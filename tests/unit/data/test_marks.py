@@ -240,7 +240,7 @@ def test_a_mark_that_cannot_be_honoured_is_refused_by_name(row, reason, tmp_path
 
 
 def weights_of(tmp_path, *rows, **settings) -> tuple[list[tuple[str, list[float]]], Any]:
-    """Return the trained text of each sequence with the weights of its tokens, [] without weights; and the report."""
+    """Return trained text and token weights per sequence, [] without weights; and the data."""
     path = written(tmp_path, *rows)
     tokenizer = make_tokenizer(CHATML)
     of_data, shown = split_settings(settings)
@@ -265,7 +265,7 @@ def test_weights_of_messages_and_rows_are_multiplied(tmp_path) -> None:
         {"messages": talk({"weight": 1})},
     ]
     found, data = weights_of(tmp_path, *rows)
-    # "first answer" and "second answer" with their end of turn have as many tokens: n of 2 n.
+    # "first answer" and "second answer" have equally many tokens, n.
     n = len(found[0][1]) // 2
     assert [text for text, _ in found] == [
         "firstanswer|secondanswer|",

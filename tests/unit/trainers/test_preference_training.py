@@ -72,7 +72,7 @@ def assert_same_steps(one, other):
 
 
 def test_pairs_are_weighted_by_what_the_policy_would_sample_by_hand():
-    """Chosen: probabilities 1/2 of sums of squares 1/2 and 1/4; rejected: 1/4 of 1/2. w = sqrt(1 * 2) / 2."""
+    """Chosen: probabilities 1/2, sums over squares 1/2 and 1/4; rejected: 1/4 and 1/2. w = sqrt(1 * 2) / 2."""
     trees = [make_tree(chosen=(3, 4), rejected=(5,))]
     batch = MicroBatch(pack_trees(trees, share_prompts=False), {dpo.REF: torch.zeros(1, 2)})
     logprobs_K = torch.tensor([0.5, 0.5, 0.25]).log().requires_grad_()
@@ -95,7 +95,7 @@ def test_pairs_are_weighted_by_what_the_policy_would_sample_by_hand():
 
 
 def make_tree(*, chosen: tuple[int, ...], rejected: tuple[int, ...]) -> Tree:
-    """Return a pair with these trained tokens after a prompt of two."""
+    """Return a pair with these trained tokens after two prompt tokens."""
     parts = [np.array(part, np.int32) for part in (chosen, rejected)]
     return Tree(np.array([1, 2], np.int32), tuple(Continuation(part, np.ones(part.size, bool)) for part in parts))
 

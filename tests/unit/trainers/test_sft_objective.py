@@ -1,4 +1,4 @@
-"""The losses of rlhf sft, loss weights, and noise on the embeddings."""
+"""Losses in rlhf sft, loss weights, and embedding noise."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def loss_of(objective: SFTObjective, probabilities: list[float], batch: Pack):
 
 
 def test_losses_by_hand() -> None:
-    """Probabilities 1/2, 1/4, 1/4 of four trained tokens in the step; the fourth is in another micro-batch."""
+    """Three tokens with probabilities 1/2, 1/4, 1/4; a fourth token is in another micro-batch."""
     batch, half = pack([sequence(1, 2, 3, 4)]), math.log(2)
     loss, gradient, metrics = loss_of(SFTObjective(), [0.5, 0.25, 0.25], batch)
     assert loss == pytest.approx(5 * half / 4)
