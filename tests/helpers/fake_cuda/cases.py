@@ -25,11 +25,12 @@ from tiny_causal_models import sequences, tiny_config
 from tiny_vision import save_tiny_vision
 from vision_sequences import vision_sequences
 
-from rlhf_cli.algorithms.aggregation import StepTotals, combine_metrics
+from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, StepTotals, combine_metrics
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.kto import UNPAIRED_LOSSES
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank
+from rlhf_cli.backends.roles.selected_tokens import COVARIANT, KEPT
 from rlhf_cli.backends.training.deepspeed_engine import _spreading_nan
 from rlhf_cli.config.policy import KLEstimator, PolicyConfig
 from rlhf_cli.config.preference import PAIR_LOSSES
@@ -138,6 +139,14 @@ def of_samples(**settings: Any) -> Result:
     return actor(policy(), batch_of(sequences()).to(CUDA), **settings)
 
 
+def of_selected_tokens(**settings: Any) -> Result:
+    """Run the actor with the columns that ranks compute before the step."""
+    batch = batch_of(sequences())
+    is_even_K = torch.arange(len(batch.columns["advantages"])) % 2 == 0
+    selected = {KEPT: is_even_K, COVARIANT: is_even_K, PROMPT_TOKENS: torch.full(is_even_K.shape, 9.0)}
+    return actor(policy(), MicroBatch(batch.pack, batch.columns | selected).to(CUDA), **settings)
+
+
 CASES: dict[str, Callable[[], Result]] = {
     **{
         f"actor {' '.join(chosen)}": lambda chosen=chosen: of_samples(  # type: ignore[misc]
@@ -154,11 +163,11 @@ CASES: dict[str, Callable[[], Result]] = {
             ("dppo_kl", "token_mean", "off", "k3"),
             ("gmpo", "seq_mean", "off", "k3"),
             ("topr", "token_mean", "off", "k3"),
-            ("clip_cov", "token_mean", "off", "k3"),
-            ("kl_cov", "token_mean", "off", "k3"),
             ("vespo", "token_mean", "off", "k3"),
         ]
     },
+    "actor clip_cov prompt_mean": lambda: of_selected_tokens(policy_loss="clip_cov", loss_agg="prompt_mean"),
+    "actor kl_cov": lambda: of_selected_tokens(policy_loss="kl_cov"),
     "actor with an entropy bonus": lambda: of_samples(entropy=0.01),
     "actor with dual clip": lambda: of_samples(dual_clip=3.0),
     "actor with shared prompts": lambda: actor(policy(), batch_of(samples_of_one_prompt(), shares=True).to(CUDA)),
