@@ -211,7 +211,7 @@ def settings_identity(
         "judge_weight": reward.judge_weight,
         "judge_method": reward.judge_method,
         "judge_rubric_key": reward.judge_rubric_key,
-        "judge_score_range": reward.judge_score_range,
+        "judge_score_range": list(reward.judge_score_range),  # as JSON returns it
         "judge_args": reward.judge_args,
         JUDGE_TEMPLATE: judge_template_hash(reward),
         "normalize_reward": reward.normalize_reward,
