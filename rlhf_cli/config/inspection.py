@@ -100,5 +100,7 @@ class ShownDataConfig(OfflineDataConfig):
     """How to handle prompts without room for max_new_tokens (ppo)."""
     pass_rate_range: tuple[float, float] | None = None
     """Use only prompts with a pass_rate in this range, inclusive (ppo)."""
+    teacher_context_key: str | None = None
+    """Column with text that only a teacher reads, before the text of the last message (ppo)."""
     max_new_tokens: int = Field(1024, gt=0)
     """Maximum number of generated tokens per response (ppo)."""

@@ -303,7 +303,8 @@ def _label_name(label: float) -> str:
 
 
 def _parts_of_prompt(prompt: Prompt, decode: Decode) -> list[PreviewPart]:
-    return [_untrained("prompt", prompt.prompt_ids, decode, prompt.pictures)]
+    teachers = () if prompt.teacher_ids is None else (_untrained("prompt of the teacher", prompt.teacher_ids, decode),)
+    return [_untrained("prompt", prompt.prompt_ids, decode, prompt.pictures), *teachers]
 
 
 def _untrained(
