@@ -92,7 +92,7 @@ def test_the_keys_of_all_rows_are_in_the_table_of_the_run_directory():
     earlier = Branch([1], [2], ((0, 1),), ({"role": "user", "content": "p"},))
     episode = Episode(((0, 1),), (1.0,), opening="Begin.", cut="ended it at a limit", earlier=(earlier,))
     response = Generation([1, 2], [-0.5, -0.5], "stop", 1, episode, version_runs=((1, 1), (2, 1)))
-    score = Score(1.0, "correct", parts={"exact": 1.0}, metrics={"exact/seconds": 0.1})
+    score = Score(1.0, "correct", parts={"exact": 1.0}, metrics={"exact/seconds": 0.1}, judgements=[{"reason": "r"}])
     keys = {"step", *sample_row(sample_of(PROMPTS[0], response, score))} | set(rows_of(run)[0])
     assert {key for key in keys if "/" not in key} <= documented
     patterns = {"reward/NAME", "ROLE_logprob", "ROLE_kl"}
