@@ -81,5 +81,7 @@ class MicroBatchPlanner:
 
 def _num_prompts(samples: Sequence[TokenSequence]) -> float:
     """Return the sum over tokens of 1 / (tokens of the prompt); 0 without these columns."""
-    columns = (sample.columns.get(PROMPT_TOKENS, np.zeros(0)).astype(np.float64) for sample in samples)
-    return float(sum((1 / tokens_K).sum() for tokens_K in columns))
+    # All samples of a step have the same columns.
+    if not samples or PROMPT_TOKENS not in samples[0].columns:
+        return 0.0
+    return float(sum((1 / sample.columns[PROMPT_TOKENS].astype(np.float64)).sum() for sample in samples))
