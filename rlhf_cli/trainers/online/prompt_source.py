@@ -75,7 +75,7 @@ class RolloutSource:
 
     def requests(self, state: SourceState) -> list[GenerationRequest]:
         """Return the requests of the batch after a state, without dynamic sampling."""
-        return Round(self._prompts_of_next(state), self._sampler(state), session=None).requests()
+        return Round(self._prompts_at(self._chosen(state), state), self._sampler(state), session=None).requests()
 
     async def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[SampledGroups | None, SourceState]:
         """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch
@@ -85,10 +85,11 @@ class RolloutSource:
             RunError: no prompt in the run gave a group, or too many rewards failed.
         """
         if self.settings.dynamic is None:
-            sampled = await sample_once(self._sampler(state), self._prompts_of_next(state), timer)
+            chosen = self._chosen(state)
+            sampled = await sample_once(self._sampler(state), self._prompts_at(chosen, state), timer)
             self._check_scores(sampled, state)
             if self.settings.rollout.prompt_sampling == "variance":
-                return self._learned(state, sampled)
+                return self._learned(state, chosen, sampled)
             return sampled, self._after(state, sampled)
         batch = DynamicBatch(
             self.settings.dynamic,
@@ -143,9 +144,10 @@ class RolloutSource:
             expected_tokens=partial(_expected_tokens, state),
         )
 
-    def _prompts_of_next(self, state: SourceState) -> dict[int, Prompt]:
+    def _prompts_at(self, chosen: Sequence[int], state: SourceState) -> dict[int, Prompt]:
+        """Return the prompts of the batch after a state, by group number."""
         first = (state.iteration + 1) * self.settings.rollout.rollout_batch_size
-        return {first + number: self.prompts[index] for number, index in enumerate(self._chosen(state))}
+        return {first + number: self.prompts[index] for number, index in enumerate(chosen)}
 
     def _chosen(self, state: SourceState) -> list[int]:
         """Return the indices of the prompts of the batch after a state, without dynamic sampling."""
@@ -162,9 +164,11 @@ class RolloutSource:
             )
         return chosen.tolist()
 
-    def _learned(self, state: SourceState, sampled: SampledGroups) -> tuple[SampledGroups, SourceState]:
+    def _learned(
+        self, state: SourceState, chosen: Sequence[int], sampled: SampledGroups
+    ) -> tuple[SampledGroups, SourceState]:
         """Return the batch with metrics of the curriculum, and the state with the variances of its rewards."""
-        chosen, variances = self._chosen(state), _variances_of(state)
+        variances = _variances_of(state)
         metrics = curriculum_metrics(variances, chosen, num_prompts=len(self.prompts))
         for index, group in zip(chosen, sampled.groups, strict=True):
             variance = reward_variance(scores_of(group))
