@@ -1,9 +1,10 @@
-"""Environments defined by a class in a user's file, one process per episode.
+"""Environments defined by a class in a user's file or by a game of textarena, one process per episode.
 
-The file is never imported into the driver. An event loop in a background thread exchanges actions and replies with the
-processes, so environments run while the caller does other work.
+Their code is never imported into the driver. An event loop in a background thread exchanges actions and replies with
+the processes, so environments run while the caller does other work.
 """
 
+import importlib.util
 import json
 import logging
 import time
@@ -15,6 +16,7 @@ from rlhf_cli.agents.environment_class import ClassFacts, ResetColumns
 from rlhf_cli.agents.episode_processes import EpisodeProcesses
 from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset, method_names
 from rlhf_cli.agents.wire import action_line
+from rlhf_cli.config.queries import TEXTARENA_PREFIX
 from rlhf_cli.errors import UsageError
 from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.workers.child import ChildProcess
@@ -31,7 +33,9 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASH
 
 
 class FileEnvironments:
-    """Environments from `source`, FILE.py or FILE.py:CLASS; a context manager that leaves no process behind.
+    """Environments from `source`, FILE.py, FILE.py:CLASS or textarena:GAME.
+
+    A context manager that leaves no process behind.
 
     An action has a timeout of `timeout` seconds. At most `num_workers` actions run at a time; the timeout of a queued
     action starts when it runs. A process that hangs or dies fails only its own episode.
@@ -41,16 +45,12 @@ class FileEnvironments:
         self._source, self._timeout, self._num_workers = source, timeout, num_workers
 
     def __enter__(self) -> Self:
-        """Load the file in the fork server.
+        """Load the file or game in the fork server.
 
         Raises:
-            UsageError: the file does not exist, fails to load, or has no valid environment class.
+            UsageError: the file or game does not exist, fails to load, or has no valid environment class.
         """
-        path, _ = file_and_name(self._source)
-        if path.is_dir():
-            raise UsageError(f"--environment {self._source} is a folder: pass a file in it, {path / 'FILE.py'}")
-        if not path.is_file():
-            raise UsageError(f"--environment {self._source}: there is no such file")
+        origin = self._checked_origin()
         self._server = ChildProcess(_SERVER, _ENVIRONMENT)
         try:
             facts = self._load()
@@ -58,7 +58,7 @@ class FileEnvironments:
             self._server.kill()
             raise
         self._columns, self._class_name = facts["columns"], facts["name"]
-        about = f"{facts['name']} of {path.name}: {facts['about']}"
+        about = f"{facts['name']} of {origin}: {facts['about']}"
         self._description = EnvironmentDescription(tuple(facts["tools"]), about, facts["owns_reward"])
         self._thread = LoopThread("environments", on_defect=lambda defect: self._processes.break_down(defect))
         self._processes = EpisodeProcesses(
@@ -106,6 +106,22 @@ class FileEnvironments:
     def end(self, episode: int) -> None:
         """End an episode's process. The `close` method is called unless an action is in progress."""
         self._thread.call_soon(self._processes.drop, episode)
+
+    def _checked_origin(self) -> str:
+        """Return the name of the file or package. Raises UsageError if it does not exist."""
+        if self._source.startswith(TEXTARENA_PREFIX):
+            package = TEXTARENA_PREFIX.removesuffix(":")
+            if importlib.util.find_spec(package) is None:
+                raise UsageError(
+                    f"--environment {self._source}: {package} is not installed: pip install 'rlhf-cli[environments]'"
+                )
+            return package
+        path, _ = file_and_name(self._source)
+        if path.is_dir():
+            raise UsageError(f"--environment {self._source} is a folder: pass a file in it, {path / 'FILE.py'}")
+        if not path.is_file():
+            raise UsageError(f"--environment {self._source}: there is no such file")
+        return path.name
 
     def _load(self) -> ClassFacts:
         """Have the fork server load the file, and return the facts about the class."""

@@ -1,4 +1,4 @@
-"""The process that loads a user's environment file once and forks a child per episode.
+"""The process that loads a user's environment file, or a game of textarena, once and forks a child per episode.
 
 Children share the memory of everything the file loads, and start within milliseconds. The server is single-threaded,
 because a fork copies only the calling thread. Only the server kills and reaps its children, so it never signals a
@@ -27,9 +27,10 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from rlhf_cli.agents.environment_class import EnvironmentClass, load_class, tool_schemas
+from rlhf_cli.agents.environment_class import EnvironmentClass, described, load_class, tool_schemas
 from rlhf_cli.agents.environment_object import EnvironmentObject
 from rlhf_cli.agents.wire import read_action, reply_line
+from rlhf_cli.config.queries import TEXTARENA_PREFIX
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.user_module import file_and_name
 from rlhf_cli.rewards.workers.worker import die_with_lifeline, failure_of, own_file
@@ -50,7 +51,7 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
     channel = socket.socket(fileno=channel_fd)
     requests = _Requests(channel)
     try:
-        found = load_class(*file_and_name(requests.first()))
+        found = _load(requests.first())
         _refuse_threads()
         facts = _facts(found)
     except BaseException as error:
@@ -61,6 +62,14 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
     # A garbage collection in a child would write to object headers, which copies the shared memory pages.
     gc.freeze()
     _Server(channel, requests, lifeline_fd, parent, found).serve()
+
+
+def _load(source: str) -> EnvironmentClass:
+    if not source.startswith(TEXTARENA_PREFIX):
+        return load_class(*file_and_name(source))
+    from rlhf_cli.agents.textarena import game_class
+
+    return described(game_class(source.removeprefix(TEXTARENA_PREFIX)))
 
 
 def _refuse_threads() -> None:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
+from rlhf_cli.config.queries import TEXTARENA_PREFIX
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
@@ -16,7 +17,7 @@ _MCP_SCHEMES = ("http", "https")
 _URL_SCHEMES = ("ws", "wss", *_MCP_SCHEMES)
 MCP_PREFIX = "mcp:"
 
-_EnvironmentKind = Literal["file", "openenv", "mcp"]
+_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena"]
 _TurnSchedule = Literal["step", "free"]
 
 
@@ -29,6 +30,8 @@ def environment_kind(environment: str) -> _EnvironmentKind:
     """Return the environment kind, judged by the form of the setting."""
     if environment.startswith(MCP_PREFIX):
         return "mcp"
+    if environment.startswith(TEXTARENA_PREFIX):
+        return "textarena"
     return "openenv" if is_url(environment) else "file"
 
 
@@ -37,8 +40,9 @@ class EpisodeConfig(SettingsGroup):
 
     environment: str | None = None
     """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
-    to start an MCP server; or mcp:URL for a running MCP server. Each response becomes a multi-turn episode: the class's
-    public methods, or the server's tools, are the model's tools. Without tools, step(text) replies to the model.
+    to start an MCP server; mcp:URL for a running MCP server; or textarena:GAME for a game of the package textarena.
+    Each response becomes a multi-turn episode: the class's public methods, or the server's tools, are the model's
+    tools. Without tools, step(text) replies to the model.
     """
     max_turns: Annotated[int, _OF_EPISODES] = Field(8, gt=0)
     """Maximum number of model turns per episode. max_new_tokens limits a turn, max_len the full episode."""
@@ -121,6 +125,8 @@ def _identity(environment: str) -> str:
             if is_url(command):
                 return f"{MCP_PREFIX}{urlsplit(command).path}"
             return MCP_PREFIX + _command_identity(command)
+        case "textarena":
+            return environment
         case _:
             return Path(environment).name
 

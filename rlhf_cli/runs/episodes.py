@@ -191,7 +191,7 @@ def _environments(settings: EpisodeConfig) -> FileEnvironments | SessionEnvironm
     timeout, num_workers = settings.environment_timeout, settings.environment_num_workers
     provider: Provider
     match environment_kind(source):
-        case "file":
+        case "file" | "textarena":
             return FileEnvironments(source, timeout=timeout, num_workers=num_workers)
         case "openenv":
             provider = OpenEnvServer(source, timeout=timeout)

@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote
 
 from rlhf_cli.config.procedural import BAD_NAME, REWARD
-from rlhf_cli.errors import UsageError, did_you_mean, one_line
+from rlhf_cli.config.queries import parameters_of
+from rlhf_cli.errors import UsageError, one_line
 
 _SEED = 0
 """Seed of a dataset without one, which the package would draw at random."""
@@ -51,7 +51,7 @@ def dataset_of(text: str) -> Dataset:
         raise UsageError(f"reasoning_gym has no dataset {name!r}: {listed}")
     defaults = {field.name: _default(field) for field in dataclasses.fields(DATASETS[name][1])}
     try:
-        return create_dataset(name, **{"seed": _SEED, **_parameters(name, query, defaults)})
+        return create_dataset(name, **{"seed": _SEED, **parameters_of(name, query, defaults)})
     # Datasets check their values with assertions.
     except (AssertionError, TypeError, ValueError) as error:
         raise UsageError(one_line(error)) from error
@@ -59,44 +59,6 @@ def dataset_of(text: str) -> Dataset:
 
 def _default(field: dataclasses.Field[object]) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _parameters(name: str, query: str, defaults: dict[str, object]) -> dict[str, object]:
-    """Return the values by parameter, in the types of the dataset's defaults."""
-    written: dict[str, list[str]] = {}
-    for part in filter(None, query.split("&")):
-        key, _, value = part.partition("=")
-        written.setdefault(key, []).append(unquote(value))
-    if unknown := [key for key in written if key not in defaults]:
-        near = did_you_mean(unknown[0], defaults)
-        raise UsageError(f"{name} has no parameter {unknown[0]!r}{near}: {', '.join(defaults)}")
-    return {key: _value(key, defaults[key], values) for key, values in written.items()}
-
-
-def _value(name: str, default: object, written: list[str]) -> object:
-    values = [_read(text) for text in written]
-    if isinstance(default, list | tuple):
-        return type(default)(values)
-    if len(values) > 1:
-        raise UsageError(f"{name} is given twice")
-    kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-    if isinstance(default, str):
-        return written[0]
-    # A Boolean is an integer too.
-    wanted = kinds.get(type(default), (object,))
-    if not isinstance(values[0], wanted) or (isinstance(values[0], bool) and bool not in (*wanted, type(default))):
-        raise UsageError(f"{name} must be {_NOUNS[type(default)]}, not {written[0]!r}")
-    return values[0]
-
-
-_NOUNS = {bool: "true or false", int: "an integer", float: "a number"}
-
-
-def _read(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def row_of(text: str, dataset: Dataset, index: int) -> dict[str, object]:
