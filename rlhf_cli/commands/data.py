@@ -23,6 +23,7 @@ class DataCommandConfig(CommandConfig):
 
     Accepts the command's data settings and reports the same errors, but loads only the tokenizer. For online commands,
     DATASET replaces --prompt_data. With --environment, one episode is played. With --rewards, the rewards are tested.
+    With --contamination, the data are searched for benchmark prompts.
     """
 
     unsupported = (
@@ -66,6 +67,14 @@ class DataCommandConfig(CommandConfig):
                 "environment: an episode starts with a prompt for an online command: set --for "
                 f"{listed(POLICY_GRADIENT, 'or')}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_results(self) -> "DataCommandConfig":
+        if self.test.rewards and self.show.contamination is not None:
+            raise ValueError("rewards and contamination are separate tests: set only one")
+        if self.show.as_json and not self.test.rewards and self.show.contamination is None:
+            raise ValueError("json prints the results of a test: set --rewards or --contamination")
         return self
 
     @model_validator(mode="after")

@@ -34,6 +34,12 @@ class ShowConfig(SettingsGroup):
     """Maximum tokens per packed micro-batch, as in the command."""
     sequence_parallel_size: int = Field(1, gt=0)
     """Ranks that share each sequence, as in the command. Multiplies the tokens per micro-batch."""
+    contamination: str | None = None
+    """Benchmarks (files, folders or Hub names, separated by commas; split test by default). Lists their prompts that
+    share 13 consecutive words with the data, instead of showing the data, and exits with 1 if there are any.
+    """
+    as_json: bool = Field(False, alias="json")
+    """Print the results of --rewards or --contamination as JSON."""
 
     @property
     def reads_prompts(self) -> bool:
@@ -61,8 +67,6 @@ class RewardTestConfig(SettingsGroup):
     """JSONL file with responses and their expected reward: {"label": "42", "response": "It is 42.", "reward": 1}.
     Select the prompt with row (from 0), prompt or label.
     """
-    as_json: bool = Field(False, alias="json")
-    """Print the results of the reward test as JSON."""
 
 
 _ALL_FORMATS = tuple(

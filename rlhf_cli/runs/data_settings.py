@@ -49,3 +49,8 @@ def settings_of(command: str, given: ShownDataConfig, template: TemplateConfig) 
     command_cls = create_model("Data", __base__=CommandConfig, data=(cls, ...))
     config = build_config(command_cls, {names.get(name, name): value for name, value in values.items()})
     return config.data  # type: ignore[attr-defined, no-any-return]
+
+
+def benchmark_settings(benchmarks: str) -> PromptConfig:
+    """Return the settings that read the prompts of --contamination. Their columns are detected by name."""
+    return PromptConfig(prompt_data=benchmarks, prompt_split="test")
