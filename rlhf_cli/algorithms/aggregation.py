@@ -18,6 +18,8 @@ Metrics = dict[str, Tensor]
 
 PROMPT_TOKENS = "prompt_tokens"
 """Column with the trained tokens of a token's prompt in the iteration."""
+CORRECT, OBSERVED = "correct", "observed"
+"""Columns with 1 for tokens of correct responses, and for observations of an environment; 0 for others."""
 
 # combine_metrics reduces by this suffix, so a mean must not end in it.
 _MAX_SUFFIX = "_max"
@@ -28,6 +30,8 @@ class StepTotals:
     """Optimizer step size over all micro-batches and ranks: trained tokens and sequences.
 
     - `step`: optimizer steps, counted from 1; None in an evaluation.
+    - `num_correct`, `num_observed`: tokens of correct responses, and of observations, if the loss has their term.
+      Observations are not trained tokens.
     - `num_prompts`: sum over trained tokens of 1 / (trained tokens of the prompt in the iteration), for `prompt_mean`:
       the number of prompts if the step has all responses to each of them.
     """
@@ -36,6 +40,8 @@ class StepTotals:
     num_sequences: int
     step: int | None = None
     num_prompts: float = 0.0
+    num_correct: int = 0
+    num_observed: int = 0
 
 
 def token_mean(values_K: Tensor, totals: StepTotals) -> Tensor:

@@ -96,10 +96,13 @@ def policy_objective(
     totals: StepTotals,
     weights: LossWeights,
     max_new_tokens: int,
+    observed_O: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute (partial actor loss, with gradient; metrics, without).
 
     `logprobs_K` and `entropy_K` come from the model being trained. `entropy_K` may be None if the entropy weight is 0.
+    `observed_O` are log-probs of observations (ECHO, arXiv 2605.24517). This term and that of correct responses (VAPO,
+    2504.05118, eq. 10) are means over their tokens in the step, independent of `loss_agg`.
     """
 
     def mean(values_K: Tensor) -> Tensor:
@@ -126,11 +129,24 @@ def policy_objective(
     for role, term in weights.kl.items():
         loss = loss + term.coef * mean(terms.kl_K[role])
         metrics[kl_metric(role)] = sequence_mean(terms.kl_K[role].detach(), totals)
+    if columns.correct_K is not None:
+        nll = _mean_nll(logprobs_K * columns.correct_K, totals.num_correct)
+        loss = loss + settings.correct_nll_coef * nll
+        metrics["correct_nll"] = nll.detach()
+    if observed_O is not None:
+        nll = _mean_nll(observed_O, totals.num_observed)
+        loss = loss + settings.observation_nll_coef * nll
+        metrics["observation_nll"] = nll.detach()
     metrics |= _ratio_metrics(logprobs_K.detach(), terms.anchor_K, terms.flags, totals)
     selected = {"entropy_kept": columns.kept_K, "covariant": columns.covariant_K}
     metrics |= {name: token_mean(mask_K.float(), totals) for name, mask_K in selected.items() if mask_K is not None}
     metrics |= _correction_metrics(terms.anchor_K, columns.rollout_K, terms.weight_K, terms.corrected_K, totals)
     return loss, metrics
+
+
+def _mean_nll(logprobs_K: Tensor, num_tokens: int) -> Tensor:
+    """Partial mean over `num_tokens` tokens; 0 with a graph if there are none."""
+    return -logprobs_K.sum() / max(num_tokens, 1)
 
 
 def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, StepTotals
+from rlhf_cli.algorithms.aggregation import CORRECT, PROMPT_TOKENS, StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, policy_objective, token_terms
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.config.policy import PolicyConfig
@@ -23,7 +23,7 @@ class TokenTrace:
       rollout engine. `ROLE`: log-probs of the frozen policy of each KL term.
     - `advantage`, `ratio`, `clip_low`, `clip_high`, `clip_dual`, `loss`: policy loss.
     - `weight`, `corrected`: rollout correction.
-    - `kept`, `covariant`, `prompt_tokens`: of `PolicyColumns`, if the settings use them.
+    - `kept`, `covariant`, `prompt_tokens`, `correct`: of `PolicyColumns`, if the settings use them.
     - `entropy`; `ROLE_kl` and `ROLE_coef`: KL estimate and coefficient of each KL term.
     - `gradient`, `entropy_gradient`: derivatives of the step's total loss with respect to the token's log-prob and
       entropy. The gradient of the loss is the sum over all tokens of both times the gradients of log-prob and entropy.
@@ -80,6 +80,7 @@ def policy_columns(
         "entropy_gradient": entropy_gradient_K,
     }
     optional = {"kept": columns.kept_K, "covariant": columns.covariant_K, PROMPT_TOKENS: columns.prompt_tokens_K}
+    optional[CORRECT] = columns.correct_K
     found |= {name: values_K for name, values_K in optional.items() if values_K is not None}
     for role, term in weights.kl.items():
         found |= {role: columns.frozen_K[role], f"{role}_kl": terms.kl_K[role]}

@@ -229,6 +229,20 @@ class OnlineConfig(CommandConfig):
             raise ValueError("teacher_context_key requires a teacher: set --teacher_pretrain")
         return self
 
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether responses are multi-turn episodes."""
+        return self.episodes.plays_episodes
+
+    @model_validator(mode="after")
+    def _check_correct_responses(self) -> Self:
+        if self.policy.correct_nll_coef and not self.reward.has_verifier:
+            raise ValueError(
+                "correct_nll_coef trains on responses that a verifier finds correct: set one in --reward_funcs, or "
+                "--correct_nll_coef 0"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
         check_environment_reward(self.episodes, self.reward)

@@ -129,6 +129,14 @@ class PolicyConfig(SettingsGroup):
     """Change of the entropy coefficient per step with entropy_target."""
     entropy_max: Annotated[float, Needs("entropy_target")] = Field(5e-3, gt=0)
     """Maximum entropy coefficient with entropy_target."""
+    correct_nll_coef: float = Field(0.0, ge=0)
+    """Add this weight times the mean negative log-likelihood of correct responses to the loss (VAPO, with 0.1). Needs a
+    verifier in reward_funcs.
+    """
+    observation_nll_coef: Annotated[float, Needs("environment", when="plays_episodes")] = Field(0.0, ge=0)
+    """Add this weight times the mean negative log-likelihood of observations to the loss, so that the policy learns to
+    predict the environment's replies to its turns (ECHO). 0.05 is a start.
+    """
     mask_truncated: bool = False
     """Exclude responses truncated at max_new_tokens from training. Their scores still count in their group."""
     rollout_correction: RolloutCorrection = "token_clip"
@@ -185,6 +193,14 @@ class PolicyConfig(SettingsGroup):
         if self.dppo_delta_low_high is not None and min(self.dppo_delta_low_high) <= 0:
             low, high = self.dppo_delta_low_high
             raise ValueError(f"dppo_delta_low_high {low:g} {high:g}: both must be above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_observations(self) -> "PolicyConfig":
+        if self.observation_nll_coef and self.selects_tokens:
+            raise ValueError(
+                "observation_nll_coef does not support policy_loss clip_cov and kl_cov, or top_entropy_quantile below 1"
+            )
         return self
 
     @model_validator(mode="after")

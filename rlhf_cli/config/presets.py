@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli.algorithms.estimators.group import DEFAULTS_OF_LOSS, PRESETS
+from rlhf_cli.algorithms.estimators import gae, group
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.episodes import environment_kind
 from rlhf_cli.config.plugins import is_target
@@ -17,6 +17,9 @@ from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.procedural import INSTRUCTION, REWARD, all_procedural
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import SamplingConfig
+
+PRESETS = group.PRESETS | gae.PRESETS
+"""Hyperparameters by preset, of all commands."""
 
 # Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
 _DAPO_BUFFER_SHARE = 0.2
@@ -29,7 +32,7 @@ every model and task of "LoRA Without Regret" (Schulman et al. 2025, thinkingmac
 
 def defaults_of_loss(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults for the given `policy_loss`."""
-    return _without_rivals(DEFAULTS_OF_LOSS.get(str(given.get("policy_loss")), {}), given)
+    return _without_rivals(group.DEFAULTS_OF_LOSS.get(str(given.get("policy_loss")), {}), given)
 
 
 def defaults_of_pair_loss(given: Mapping[str, object]) -> dict[str, object]:
@@ -120,7 +123,11 @@ def _share_of_response(given: Mapping[str, object]) -> int:
 
 def _without_rivals(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that neither override nor contradict a given setting."""
-    rivals = {"eps_clip_low_high": "eps_clip", "overlong_buffer_len": "stop_properly_penalty_coef"}
+    rivals = {
+        "eps_clip_low_high": "eps_clip",
+        "overlong_buffer_len": "stop_properly_penalty_coef",
+        "lambd_alpha": "lambd",
+    }
     kept = {name: value for name, value in defaults.items() if rivals.get(name) not in given}
     if _is_true(given.get("use_kl_loss", False)):  # who asks for the divergence does not mean a coefficient of 0
         kept.pop("init_kl_coef", None)

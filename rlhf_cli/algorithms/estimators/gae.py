@@ -1,16 +1,32 @@
 """Generalized advantage estimation with a critic (arXiv 1506.02438), as in PPO."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.config.policy import PolicyConfig
 
+PRESETS: dict[str, dict[str, object]] = {
+    "vapo": {
+        "lambd_alpha": 0.05,
+        "critic_lambd": 1.0,
+        "eps_clip_low_high": (0.2, 0.28),
+        "loss_agg": "token_mean",
+        "correct_nll_coef": 0.1,
+        "init_kl_coef": 0.0,
+    },
+}
+"""Hyperparameters from the papers, without batch sizes, lengths and the iterations that train only the critic."""
+
 
 class ActorCriticPolicyConfig(PolicyConfig):
     """Policy objective"""
 
+    preset: Literal[*PRESETS] | None = None  # type: ignore[valid-type]
+    """Defaults from a paper for lambda, clipping, aggregation, KL and the loss on correct responses. Explicit settings
+    take precedence.
+    """
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lambd: float = Field(1.0, ge=0, le=1)

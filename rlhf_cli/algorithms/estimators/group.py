@@ -27,6 +27,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
     "dppo": {"policy_loss": "dppo_tv", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "gmpo": {"policy_loss": "gmpo", "init_kl_coef": 0.0, **DEFAULTS_OF_LOSS["gmpo"]},
+    "vespo": {"policy_loss": "vespo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "luspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, "eps_clip_low_high": (3e-4, 4e-4)},
 }
 """Hyperparameters from the papers, without batch sizes and lengths."""

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, StepTotals
+from rlhf_cli.algorithms.aggregation import CORRECT, OBSERVED, PROMPT_TOKENS, StepTotals
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, plan_packs
@@ -70,8 +70,14 @@ class MicroBatchPlanner:
         shares = [RankWork([], []) for _ in range(self.num_ranks)]
         for indices in steps:
             chosen = [samples[i] for i in indices]
-            num_tokens = sum(sample.num_trained for sample in chosen)
-            totals = StepTotals(num_tokens, len(chosen), num_prompts=_num_prompts(chosen))
+            num_observed = _num_marked(chosen, OBSERVED)
+            totals = StepTotals(
+                sum(sample.num_trained for sample in chosen) - num_observed,
+                len(chosen),
+                num_prompts=_num_prompts(chosen),
+                num_correct=_num_marked(chosen, CORRECT),
+                num_observed=num_observed,
+            )
             # Totals are over all ranks: losses of micro-batches are parts of one mean over the step.
             for rank, bins in enumerate(self.plan(chosen)):
                 shares[rank].steps.append([[chosen[i] for i in members] for members in bins])
@@ -79,9 +85,17 @@ class MicroBatchPlanner:
         return shares
 
 
+def _num_marked(samples: Sequence[TokenSequence], name: str) -> int:
+    """Return the number of tokens with 1 in a column; 0 without this column."""
+    if not samples or name not in samples[0].columns:
+        return 0
+    return sum(int(np.count_nonzero(sample.columns[name])) for sample in samples)
+
+
 def _num_prompts(samples: Sequence[TokenSequence]) -> float:
     """Return the sum over tokens of 1 / (tokens of the prompt); 0 without these columns."""
     # All samples of a step have the same columns.
     if not samples or PROMPT_TOKENS not in samples[0].columns:
         return 0.0
-    return float(sum((1 / sample.columns[PROMPT_TOKENS].astype(np.float64)).sum() for sample in samples))
+    columns = (sample.columns[PROMPT_TOKENS].astype(np.float64) for sample in samples)
+    return float(sum((1 / column[column > 0]).sum() for column in columns))  # 0 at observations

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, Metrics, StepTotals
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
-from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.algorithms.token_trace import PLACE, policy_columns
+from rlhf_cli.backends.roles.loss_inputs import LossInputs, optional_columns, with_places
 from rlhf_cli.backends.roles.saved_models import describe_model, save_weights, save_whole_model
-from rlhf_cli.backends.roles.selected_tokens import COVARIANT, KEPT, selecting
+from rlhf_cli.backends.roles.selected_tokens import selecting
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings
 from rlhf_cli.backends.roles.update_record import Terms, UpdateRecord
@@ -103,7 +103,8 @@ class _Packer:
     def _packed(
         self, step: list[list[TokenSequence]], names: tuple[str, ...], max_tokens: int | None
     ) -> list[MicroBatch]:
-        return [micro_batch(part, names=names, pack_sequences=self) for part in within(step, max_tokens)]
+        batches = (micro_batch(part, names=names, pack_sequences=self) for part in within(step, max_tokens))
+        return [with_places(batch) for batch in batches]
 
 
 def within(step: list[list[TokenSequence]], max_tokens: int | None) -> Iterator[list[TokenSequence]]:
@@ -276,7 +277,7 @@ class ActorRank(SampledRank):
         anchor = () if on_policy else ("old_logprobs",)
         place = () if self.record is None else PLACE
         names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl), *place)
-        names += (PROMPT_TOKENS,) if self.settings.policy.loss_agg == "prompt_mean" else ()
+        names += optional_columns(self.settings.policy)
         _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
         for step, (packed, totals) in zip(work.steps, self.packer.steps(work, names), strict=True):
@@ -293,33 +294,27 @@ class ActorRank(SampledRank):
             return self.logprobs(micro_batches)
 
     def _terms(self, sequence: TokenSequence, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the parts of the step's loss by token, `[K]`: their gradients sum to that of the loss."""
-        pack = self.packer([sequence]).to(distributed.device())
-        logprobs_K, entropy_K = self.engine.module(pack, temperature=self.settings.temperature, with_entropy=True)
-        parts = (columns[name].to(logprobs_K) for name in ("gradient", "entropy_gradient"))
-        return sum(part_K * values_K for part_K, values_K in zip(parts, (logprobs_K, entropy_K), strict=True))
+        """Return the parts of the step's loss by sampled token, `[K]`: their gradients sum to that of its terms."""
+        names = optional_columns(self.settings.policy)
+        batch = with_places(micro_batch([sequence], names=names, pack_sequences=self.packer))
+        batch = batch.to(distributed.device())
+        found = LossInputs.of(self.engine.module, batch, temperature=self.settings.temperature)
+        parts = (columns[name].to(found.logprobs_K) for name in ("gradient", "entropy_gradient"))
+        outputs = (found.logprobs_K, found.entropy_K)
+        return sum(part_K * values_K for part_K, values_K in zip(parts, outputs, strict=True))
 
     def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
         settings = self.settings
 
         def loss(model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
-            logprobs_K, entropy_K = model(batch.pack, temperature=settings.temperature, with_entropy=True)
-            columns = PolicyColumns(
-                rollout_K=batch.columns["rollout_logprobs"],
-                advantages_K=batch.columns["advantages"],
-                cu=batch.pack.cu_trained,
-                old_K=batch.columns.get("old_logprobs"),
-                frozen_K={role: batch.columns[f"{role}_logprobs"] for role in weights.kl},
-                kept_K=batch.columns.get(KEPT),
-                covariant_K=batch.columns.get(COVARIANT),
-                prompt_tokens_K=batch.columns.get(PROMPT_TOKENS),
-            )
+            found = LossInputs.of(model, batch, temperature=settings.temperature)
+            inputs = (found.logprobs_K, found.entropy_K, found.policy_columns(weights.kl))
             step: dict[str, Any] = {"totals": totals, "weights": weights, "max_new_tokens": settings.max_new_tokens}
+            step["settings"] = settings.policy
             if self.record is not None:
-                place = {name: batch.columns[name] for name in PLACE}
-                found = policy_columns(logprobs_K, entropy_K, columns, settings=settings.policy, **step)
-                self.record.trace.add(place | found)
-            return policy_objective(logprobs_K, entropy_K, columns, settings=settings.policy, **step)
+                place = {name: found.columns[name] for name in PLACE}
+                self.record.trace.add(place | policy_columns(*inputs, **step))
+            return policy_objective(*inputs, **step, observed_O=found.observed_O)
 
         return loss
 

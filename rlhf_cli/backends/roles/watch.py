@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.aggregation import OBSERVED
 from rlhf_cli.algorithms.gradient_share import Projection
 from rlhf_cli.algorithms.token_trace import PLACE, SAMPLE, TOKEN
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -30,7 +31,8 @@ class Watch:
 def with_place(sample: TokenSequence, number: int) -> TokenSequence:
     """Return the sequence with columns that identify its tokens in a trace."""
     # float32 like all columns: exact up to 16 million.
-    tokens_K = np.arange(sample.num_trained, dtype=np.float32)
+    observed_K = sample.columns.get(OBSERVED, np.zeros(sample.num_trained, np.float32))
+    tokens_K = np.cumsum(observed_K == 0, dtype=np.float32) - 1  # observations are not in the trace
     place = {SAMPLE: np.full_like(tokens_K, number), TOKEN: tokens_K}
     return replace(sample, columns={**sample.columns, **place})
 

@@ -6,10 +6,10 @@ No module-level import of torch: these checks run before anything heavy is loade
 import math
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.algorithms.estimators.group import PRESETS
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.presets import PRESETS
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS
+from rlhf_cli.algorithms.aggregation import CORRECT, PROMPT_TOKENS
 from rlhf_cli.algorithms.formulas import (
     advantage_formula,
     correction_formula,
@@ -211,6 +211,9 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             coef, kl = values[f"{role}_coef"], values[f"{role}_kl"]
             kind = f"r x {term.estimator}" if policy.unbiased_kl else term.estimator
             yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({kind})"
+        if values.get(CORRECT):
+            coef, total = number(policy.correct_nll_coef), int(columns[CORRECT].sum())
+            yield f"  correct response: plus {coef} x -log-prob / {total} tokens of correct responses (VAPO)"
         mean = mean_formula(
             policy,
             num_tokens=len(columns[TOKEN]),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
-from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS
+from rlhf_cli.algorithms.aggregation import CORRECT, OBSERVED, PROMPT_TOKENS
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
 from rlhf_cli.algorithms.groups import scale_of
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
@@ -76,6 +76,8 @@ def learning_samples(
     columns = _columns(rollout, settings, rollout.advantages, returns_N=found.returns_N)
     if settings.policy.loss_agg == "prompt_mean":
         columns[PROMPT_TOKENS] = _prompt_tokens(experience)
+    if settings.policy.correct_nll_coef:
+        columns[CORRECT] = _correct_tokens(rollout)
     samples = [
         sample
         for i in torch.nonzero(experience.trained_B).squeeze(1).tolist()
@@ -144,6 +146,26 @@ def _samples_of(rollout: Rollout, number: int, columns: dict[str, np.ndarray]) -
         replace(sequence, columns={name: values[place] for name, values in pieces.items()})
         for place, sequence in enumerate(sequences)
     ]
+
+
+def with_observations(samples: list[TokenSequence], policy: PolicyConfig) -> list[TokenSequence]:
+    """Return the samples with the observations between their turns as additional targets, which the column `OBSERVED`
+    marks; unchanged without `observation_nll_coef`. The other columns are 0 for them.
+    """
+    return [_with_observations(sample) for sample in samples] if policy.observation_nll_coef else samples
+
+
+def _with_observations(sample: TokenSequence) -> TokenSequence:
+    (turns_T,) = np.nonzero(sample.loss_mask)
+    mask = sample.loss_mask.copy()
+    if turns_T.size:  # an episode may end before its first turn
+        mask[turns_T[0] : turns_T[-1] + 1] = True
+    is_observed_K = ~sample.loss_mask[mask]
+    columns = {OBSERVED: is_observed_K.astype(np.float32)}
+    for name, values in sample.columns.items():
+        columns[name] = np.zeros(is_observed_K.size, np.float32)
+        columns[name][~is_observed_K] = values
+    return replace(sample, loss_mask=mask, columns=columns)
 
 
 def plan_over_samples(plan: UpdatePlan, rollout: Rollout, policy: PolicyConfig) -> UpdatePlan:
@@ -252,6 +274,14 @@ def _prompt_tokens(experience: Experience) -> list[np.ndarray]:
     totals_G.index_add_(0, group_B, lengths_B * experience.trained_B)
     totals = totals_G[group_B].float().numpy()
     return [np.broadcast_to(total, length) for total, length in zip(totals, lengths_B.tolist(), strict=True)]
+
+
+def _correct_tokens(rollout: Rollout) -> list[np.ndarray]:
+    """Return 1 for tokens of correct responses and 0 for others, float32 per response."""
+    return [
+        np.broadcast_to(np.float32(score.status == "correct"), response.num_sampled)
+        for score, response in zip(rollout.scores, rollout.responses, strict=True)
+    ]
 
 
 def _kl(rollout: Rollout, policy: PolicyConfig) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
-from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples
+from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples, with_observations
 from rlhf_cli.trainers.online.forward import fill_in_outputs
 from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled
 from rlhf_cli.trainers.online.metrics import (
@@ -338,6 +338,7 @@ class _PolicyGradient:
             if not plan.actor:
                 roles.actor.wake_weights()
                 return metrics, []
+            samples = with_observations(samples, settings.policy)  # only here, because the critic has no values of them
             of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=state.weights(settings))
         return metrics | mean_of_steps(of_actor), of_actor
 

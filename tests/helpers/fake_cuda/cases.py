@@ -25,10 +25,11 @@ from tiny_causal_models import sequences, tiny_config
 from tiny_vision import save_tiny_vision
 from vision_sequences import vision_sequences
 
-from rlhf_cli.algorithms.aggregation import PROMPT_TOKENS, StepTotals, combine_metrics
+from rlhf_cli.algorithms.aggregation import CORRECT, OBSERVED, PROMPT_TOKENS, StepTotals, combine_metrics
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.kto import UNPAIRED_LOSSES
 from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.backends.roles.loss_inputs import with_places
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank
 from rlhf_cli.backends.roles.selected_tokens import COVARIANT, KEPT
 from rlhf_cli.backends.training.deepspeed_engine import _spreading_nan
@@ -144,7 +145,10 @@ def of_selected_tokens(**settings: Any) -> Result:
     batch = batch_of(sequences())
     is_even_K = torch.arange(len(batch.columns["advantages"])) % 2 == 0
     selected = {KEPT: is_even_K, COVARIANT: is_even_K, PROMPT_TOKENS: torch.full(is_even_K.shape, 9.0)}
-    return actor(policy(), MicroBatch(batch.pack, batch.columns | selected).to(CUDA), **settings)
+    selected |= {CORRECT: is_even_K.float()}
+    if "observation_nll_coef" in settings:
+        selected[OBSERVED] = 1 - is_even_K.float()
+    return actor(policy(), with_places(MicroBatch(batch.pack, batch.columns | selected)).to(CUDA), **settings)
 
 
 CASES: dict[str, Callable[[], Result]] = {
@@ -168,6 +172,7 @@ CASES: dict[str, Callable[[], Result]] = {
     },
     "actor clip_cov prompt_mean": lambda: of_selected_tokens(policy_loss="clip_cov", loss_agg="prompt_mean"),
     "actor kl_cov": lambda: of_selected_tokens(policy_loss="kl_cov"),
+    "actor with observations": lambda: of_selected_tokens(correct_nll_coef=0.1, observation_nll_coef=0.05),
     "actor with an entropy bonus": lambda: of_samples(entropy=0.01),
     "actor with dual clip": lambda: of_samples(dual_clip=3.0),
     "actor with shared prompts": lambda: actor(policy(), batch_of(samples_of_one_prompt(), shares=True).to(CUDA)),

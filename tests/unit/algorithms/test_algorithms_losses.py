@@ -150,6 +150,7 @@ def make_columns(num_sequences: int = 12) -> dict[str, torch.Tensor]:
         "prompt_tokens_K": lengths.view(-1, 3).sum(1).repeat_interleave(3).repeat_interleave(lengths).float(),
         "kept_K": torch.rand(num_tokens, generator=generator) < 0.5,
         "covariant_K": torch.rand(num_tokens, generator=generator) < 0.3,
+        "correct_K": (torch.arange(num_sequences) % 3 == 1).repeat_interleave(lengths).float(),
     }
 
 
@@ -174,10 +175,14 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
             kept_K=columns["kept_K"][rows] if settings.top_entropy_quantile < 1 else None,
             covariant_K=columns["covariant_K"][rows] if settings.policy_loss in ("clip_cov", "kl_cov") else None,
             prompt_tokens_K=columns["prompt_tokens_K"][rows],
+            correct_K=columns["correct_K"][rows] if settings.correct_nll_coef else None,
         ),
         settings=settings,
         totals=StepTotals(
-            num_tokens=int(cu[-1]), num_sequences=len(cu) - 1, num_prompts=float((1 / columns["prompt_tokens_K"]).sum())
+            num_tokens=int(cu[-1]),
+            num_sequences=len(cu) - 1,
+            num_prompts=float((1 / columns["prompt_tokens_K"]).sum()),
+            num_correct=int(columns["correct_K"].sum()),
         ),
         weights=weights,
         max_new_tokens=10,
@@ -195,6 +200,7 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
         {"off_policy_mask_threshold": 0.1},
         {"unbiased_kl": True, "use_kl_loss": True, "kl_estimator": "k3"},
         {"top_entropy_quantile": 0.5},
+        {"correct_nll_coef": 0.1, "loss_agg": "seq_mean"},
         *({"loss_agg": agg} for agg in ("seq_mean", "seq_sum_norm", "prompt_mean")),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
@@ -218,6 +224,30 @@ def test_only_tokens_that_are_kept_have_a_gradient_and_all_count_in_the_mean() -
     _, (plain_K, _), _ = run_policy(columns, 0, 12, PolicyConfig())
     torch.testing.assert_close(gradient_K, plain_K * columns["kept_K"])
     assert float(metrics["entropy_kept"]) == pytest.approx(float(columns["kept_K"].float().mean()))
+
+
+def test_correct_responses_and_observations_add_their_mean_log_likelihoods_by_hand() -> None:
+    """The responses of 2 and 1 tokens are right and wrong; 4 tokens are observations, 2 of them on another rank."""
+    logprobs_K, observed_O = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_(), torch.tensor([-0.5, -1.5])
+    cu, zeros_K = torch.tensor([0, 2, 3]), torch.zeros(3)
+    settings = PolicyConfig(correct_nll_coef=0.1, observation_nll_coef=0.2)
+
+    def objective(correct_K: torch.Tensor | None, observed_O: torch.Tensor | None, **totals: int):
+        columns = PolicyColumns(zeros_K - 1, zeros_K, cu, correct_K=correct_K)
+        given = {"settings": settings, "weights": WEIGHTS, "max_new_tokens": 4, "observed_O": observed_O}
+        return policy_objective(logprobs_K, zeros_K, columns, totals=StepTotals(3, 2, **totals), **given)
+
+    plain, metrics = objective(None, None)
+    assert float(plain.detach()) == 0.0
+    assert not {"correct_nll", "observation_nll"} & metrics.keys()
+    loss, metrics = objective(torch.tensor([1.0, 1.0, 0.0]), observed_O, num_correct=2, num_observed=4)
+    assert float(loss.detach()) == pytest.approx(0.1 * (1 + 2) / 2 + 0.2 * (0.5 + 1.5) / 4)
+    assert (float(metrics["correct_nll"]), float(metrics["observation_nll"])) == (1.5, 0.5)
+    (gradient_K,) = torch.autograd.grad(loss, logprobs_K)
+    assert gradient_K.tolist() == pytest.approx([-0.05, -0.05, 0.0])
+    none_right, metrics = objective(zeros_K, observed_O[:0])
+    assert float(none_right.detach()) == 0.0
+    assert (float(metrics["correct_nll"]), float(metrics["observation_nll"])) == (0.0, 0.0)
 
 
 def test_a_mean_over_prompts_weighs_tokens_by_the_length_of_their_prompt() -> None:

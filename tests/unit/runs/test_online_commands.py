@@ -57,7 +57,7 @@ def test_only_a_command_with_a_critic_has_settings_of_one(command):
     assert flags & CRITIC == (CRITIC if command == "ppo" else set())
     assert ("value_clip" in flags) == (command == "ppo")
     assert ("gamma" in flags, "lambd" in flags) == (command in ("ppo", "reinforce++"), command == "ppo")
-    assert ("preset" in flags, "advantage_std" in flags) == (command == "grpo", command == "grpo")
+    assert ("preset" in flags, "advantage_std" in flags) == (command in ("ppo", "grpo"), command == "grpo")
 
 
 @pytest.mark.parametrize("command", ONLINE_TRAINING)
@@ -85,6 +85,7 @@ def test_a_command_names_its_estimator_in_the_table_of_commands(command):
         ("dppo", ("dppo_tv", None, "token_mean", 0.0, "group", None)),
         ("gmpo", ("gmpo", None, "seq_mean", 0.0, "group", None)),
         ("luspo", ("gspo", [0.0003, 0.0004], "token_mean", 0.0, "group", None)),
+        ("vespo", ("vespo", None, "token_mean", 0.0, "group", None)),
     ],
 )
 def test_presets_show_in_the_resolved_settings(preset, expected, tmp_path):
@@ -118,6 +119,13 @@ def test_what_is_given_wins_over_what_it_is_given_with(given, expected):
     assert settings(resolve("grpo", **given), *expected) == tuple(expected.values())
 
 
+def test_the_preset_of_ppo_sets_what_is_not_given():
+    names = ("lambd", "lambd_alpha", "critic_lambd", "eps_clip_low_high", "correct_nll_coef", "init_kl_coef")
+    assert settings(resolve("ppo", preset="vapo"), *names) == (1.0, 0.05, 1.0, [0.2, 0.28], 0.1, 0.0)
+    given = {"lambd": "0.9", "eps_clip": "0.1", "correct_nll_coef": "0", "init_kl_coef": "0.1"}
+    assert settings(resolve("ppo", preset="vapo", **given), *names) == (0.9, None, 1.0, None, 0.0, 0.1)
+
+
 def test_a_group_baseline_takes_the_divergence_into_the_loss():
     names = ("use_kl_loss", "kl_estimator")
     assert settings(resolve("reinforce++"), *names) == (False, "k1")
@@ -129,7 +137,11 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
 @pytest.mark.parametrize(
     ("command", "given", "message"),
     [
-        ("grpo", {"preset": "dpo"}, "--preset dpo: must be dr_grpo, dapo, gspo, cispo, sapo, dppo, gmpo or luspo"),
+        (
+            "grpo",
+            {"preset": "dpo"},
+            "must be dr_grpo, dapo, gspo, cispo, sapo, dppo, gmpo, vespo or luspo",
+        ),
         ("grpo", {"kl_estimator": "k1"}, "k1 in the loss has a gradient with zero expectation"),
         ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient with zero expectation"),
         ("grpo", {"critic_learning_rate": "1"}, "unknown setting --critic_learning_rate"),
@@ -139,6 +151,14 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"dppo_delta_low_high": [0.2, 0.2]}, "needs --policy_loss dppo_tv or dppo_kl"),
         ("grpo", {"policy_loss": "vespo", "vespo_k": ["0", "1"]}, "vespo_k and vespo_lambda: all must be above 0"),
         ("ppo", {"lambd_alpha": "0.05", "lambd": "0.9"}, "set only one"),
+        ("ppo", {"preset": "dapo"}, "--preset dapo: must be vapo"),
+        ("ppo", {"preset": "vapo", "reward_funcs": "format"}, "set one in --reward_funcs, or --correct_nll_coef 0"),
+        ("grpo", {"observation_nll_coef": "0.05"}, "observation_nll_coef needs --environment"),
+        (
+            "grpo",
+            {"observation_nll_coef": "1", "environment": "e.py", "policy_loss": "kl_cov"},
+            "observation_nll_coef does not support policy_loss clip_cov and kl_cov",
+        ),
         ("grpo", {"kl_cov_ratio": "0.1"}, "needs --policy_loss kl_cov"),
         ("grpo", {"policy_loss": "clip_cov", "clip_cov_range": ["5", "1"]}, "requires 0 <= first < second"),
         ("reinforce++", {"unbiased_kl": True}, "unbiased_kl needs --use_kl_loss"),

@@ -56,12 +56,13 @@ OF_EVERY_ONLINE_COMMAND = """
     top_k top_p train_batch_size warmup_steps
 """
 OF_A_POLICY_GRADIENT = """
-    cispo_eps_high clip_cov_range clip_cov_ratio distill_coef dppo_delta_low_high dual_clip entropy_delta
-    entropy_loss_coef entropy_max entropy_target eps_clip eps_clip_low_high gmpo_log_clip init_kl_coef kl_cov_coef
-    kl_cov_ratio kl_estimator kl_horizon kl_target loss_agg mask_truncated off_policy_mask_threshold
-    overlong_buffer_len overlong_penalty_factor policy_loss prompt_sampling ref_mixup_alpha ref_sync_steps
-    reward_clip_range rollout_correction rollout_correction_cap rollout_correction_range rollout_routing_replay
-    sapo_tau stop_properly_penalty_coef top_entropy_quantile unbiased_kl use_kl_loss vespo_k vespo_lambda
+    cispo_eps_high clip_cov_range clip_cov_ratio correct_nll_coef distill_coef dppo_delta_low_high dual_clip
+    entropy_delta entropy_loss_coef entropy_max entropy_target eps_clip eps_clip_low_high gmpo_log_clip
+    init_kl_coef kl_cov_coef kl_cov_ratio kl_estimator kl_horizon kl_target loss_agg mask_truncated
+    observation_nll_coef off_policy_mask_threshold overlong_buffer_len overlong_penalty_factor policy_loss
+    prompt_sampling ref_mixup_alpha ref_sync_steps reward_clip_range rollout_correction rollout_correction_cap
+    rollout_correction_range rollout_routing_replay sapo_tau stop_properly_penalty_coef top_entropy_quantile
+    unbiased_kl use_kl_loss vespo_k vespo_lambda
 """
 SETTINGS_OF_IDENTITY = {
     "ppo": (

@@ -24,7 +24,13 @@ from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.parts import join
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_bootstrap_targets
+from rlhf_cli.trainers.online.batch import (
+    learning_samples,
+    split_last_values,
+    weighted_parts,
+    with_bootstrap_targets,
+    with_observations,
+)
 from rlhf_cli.trainers.online.groups import usefulness
 from rlhf_cli.trainers.online.metrics import (
     clip_metrics,
@@ -206,6 +212,31 @@ def test_the_rewards_of_turns_stand_at_their_last_sampled_tokens_and_observation
     assert samples[0].columns["returns"].tolist() == [4 + 0.5 * 0.5, 0.5, 0.0]
     grouped, _ = learning_samples(responses, None, settings_of("rloo", PolicyConfig(), reward), kl_coef=0.0)
     assert len(grouped[0].columns["advantages"]) == 3
+
+
+def test_observations_become_targets_of_the_actor_with_columns_of_their_own():
+    episode = Episode(turns=((0, 2), (4, 5)), turn_rewards=(1.0, 4.0))
+    played = Generation([1, 2, 9, 6, 3], [-0.1, -0.2, -0.3], "stop", 0, episode)
+    responses = responses_of([prompt(0)], [played], [scored(5.0)], [0])
+    policy = PolicyConfig(observation_nll_coef=0.05)
+    samples, _ = learning_samples(responses, None, settings_of("rloo", policy), kl_coef=0.0)
+    (sample,) = with_observations(samples, policy)
+    assert sample.token_ids[sample.loss_mask].tolist() == [1, 2, 9, 6, 3]
+    assert sample.columns["observed"].tolist() == [0, 0, 1, 1, 0]
+    assert sample.columns["rollout_logprobs"].tolist() == floats(-0.1, -0.2, 0, 0, -0.3).tolist()
+    assert samples[0].token_ids[samples[0].loss_mask].tolist() == [1, 2, 3]
+    assert with_observations(samples, PolicyConfig()) is samples
+    no_turn = replace(samples[0], loss_mask=np.zeros(7, bool), columns={"advantages": floats()})
+    assert with_observations([no_turn], policy)[0].columns["observed"].size == 0
+
+
+def test_tokens_of_correct_responses_are_marked_if_the_loss_has_a_term_for_them():
+    given = [scored(1.0, "correct"), scored(2.0, "wrong")]
+    responses = responses_of([prompt(0)] * 2, [generation(1, 2), generation(3)], given, [0, 0])
+    samples, _ = learning_samples(responses, None, settings_of("rloo", PolicyConfig(correct_nll_coef=0.1)), kl_coef=0.0)
+    assert [sample.columns["correct"].tolist() for sample in samples] == [[1.0, 1.0], [0.0]]
+    plain, _ = learning_samples(responses, None, settings_of("rloo", PolicyConfig()), kl_coef=0.0)
+    assert "correct" not in plain[0].columns
 
 
 def test_rewards_compared_apart_are_clipped_and_weighted_each():
