@@ -9,9 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience, Turns
 from rlhf_cli.algorithms.groups import group_normalised, scale_of
-from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, shift_left, suffix_scan, suffix_scan_by_segment
+from rlhf_cli.algorithms.ragged import (
+    segment_ids,
+    segment_lengths,
+    segment_sum,
+    shift_left,
+    suffix_scan,
+    suffix_scan_by_segment,
+)
 
 # Relative to the squared score range, so rewards of 0 and 1e-6 give the same advantages as 0 and 1.
 _WHITEN_EPS = 1e-8
@@ -73,6 +80,13 @@ def adaptive_lambdas(cu: Tensor, *, alpha: float) -> Tensor:
 def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:
     """Compute `sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
     return suffix_scan(rewards_N, cu, gamma)
+
+
+def turn_returns(rewards_N: Tensor, turns: Turns, *, gamma: float) -> Tensor:
+    """Compute `sum_{s >= t} gamma^(s-t) r_s` over the turns s of a response, `[U]`, with the reward `r_s` of all tokens
+    of a turn (GiGPO, arXiv 2505.10978).
+    """
+    return suffix_scan(segment_sum(rewards_N, turns.cu), turns.cu_responses, gamma)
 
 
 def step_advantages(steps_N: Tensor, cu: Tensor, groups_B: Tensor) -> Tensor:

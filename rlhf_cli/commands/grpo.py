@@ -33,6 +33,14 @@ class GRPOConfig(OnlineConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_turns(self) -> "GRPOConfig":
+        if self.policy.advantage == "gigpo" and not self.plays_episodes:
+            raise ValueError(
+                "advantage gigpo compares turns that follow the same observation: set --environment or --agent_command"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_step_rewards(self) -> "GRPOConfig":
         if self.reward.prm_pretrain is not None and self.policy.advantage_std == "none":
             raise ValueError("prm_pretrain divides step rewards by their std, but advantage_std is none")

@@ -32,6 +32,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "expect": {"for": "ppo"},
     "eval_n_samples_per_prompt": {"eval_temperature": "0.7"},
     "format_prompt": {"lmbda": "1"},
+    "gigpo_gamma": {"environment": "game.py"},
+    "gigpo_weight": {"environment": "game.py"},
     "json": {"contamination": "x"},
     "judge_method": {"n_samples_per_prompt": "2", "temperature": "1"},
     "judge_rubric_key": {"judge": "http://10.0.0.5:8000/v1"},

@@ -12,6 +12,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Turns of all responses in a rollout, in the order of their tokens. A response without an environment is one turn.
+
+    - `cu`: bounds of turns in tokens, int64 `[U+1]`.
+    - `cu_responses`: bounds of responses in turns, int64 `[B+1]`.
+    - `states_U`: int64, equal for turns of one group that follow the same observation.
+
+    Example: two episodes of a prompt with turns of 2 and 1 tokens, and of 3 tokens, have `cu` [0, 2, 3, 6] and
+    `cu_responses` [0, 2, 3]. Both first turns follow the prompt: `states_U` [0, 1, 0].
+    """
+
+    cu: "Tensor"
+    cu_responses: "Tensor"
+    states_U: "Tensor"
+
+
+@dataclass(frozen=True)
 class Experience:
     """Inputs for advantage estimation: all responses from a rollout, with tokens concatenated.
 
@@ -29,6 +46,7 @@ class Experience:
     - `step_weight`: multiplier for step advantages.
     - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
     - `scores_B`: shaped score per response, float64; not read if `shaped_N` is given.
+    - `turns`: for estimators with `turns`; None for others.
 
     Example: two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, have `rewards_N` [0, 1, 0], `cu`
     [0, 2, 3] and `groups_B` [0, 0]: N = 3, B = 2.
@@ -46,6 +64,7 @@ class Experience:
     step_weight: float = 1.0
     scale: float | None = None
     scores_B: "Tensor | None" = None
+    turns: Turns | None = None
 
     @cached_property
     def rewards_N(self) -> "Tensor":
@@ -116,6 +135,7 @@ class Estimator:
     - `rewards_apart`: whether the estimator normalizes each reward separately instead of their sum.
     - `steps`: "tokens" adds step rewards to token rewards, "groups" normalizes them within the group; None if step
       rewards are not supported.
+    - `turns`: whether the estimator compares turns of episodes.
     - `formula`: lines with the formula of an advantage before whitening and its numbers, from (experience, settings,
       response, token), for `rlhf why`; None names only the estimator.
     """
@@ -129,4 +149,5 @@ class Estimator:
     greedy: bool = False
     rewards_apart: bool = False
     steps: Literal["tokens", "groups"] | None = None
+    turns: bool = False
     formula: Callable[[Experience, Any, int, int], list[str]] | None = None

@@ -1,11 +1,12 @@
 """GRPO and variants: advantages relative to the other responses to the prompt (arXiv 2402.03300)."""
 
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
+from rlhf_cli.config.base import Needs
 from rlhf_cli.config.policy import PolicyConfig
 
 DEFAULTS_OF_LOSS: dict[str, dict[str, object]] = {
@@ -40,10 +41,15 @@ class GroupPolicyConfig(PolicyConfig):
     """Defaults from a paper for loss, aggregation, clipping, KL and length penalty. Explicit settings take precedence;
     with use_kl_loss, init_kl_coef keeps its default.
     """
-    advantage: Literal["group", "passk", "maxrl"] = "group"
-    """group: reward minus the prompt's mean reward. passk: best minus second-best reward, 0 for the others. maxrl:
-    reward minus the prompt's mean, divided by the mean, for rewards that are not negative.
+    advantage: Literal["group", "gigpo", "passk", "maxrl"] = "group"
+    """group: reward minus the prompt's mean reward. gigpo: for episodes, group plus the same for each turn, compared
+    with turns that follow the same observation. passk: best minus second-best reward, 0 for the others. maxrl: reward
+    minus the prompt's mean, divided by the mean, for rewards that are not negative.
     """
+    gigpo_weight: Annotated[float, Needs("advantage", ("gigpo",))] = Field(1.0, ge=0)
+    """Weight of the advantages of turns in gigpo."""
+    gigpo_gamma: Annotated[float, Needs("advantage", ("gigpo",))] = Field(0.95, ge=0, le=1)
+    """Discount per turn of the returns that gigpo compares."""
     advantage_std: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the prompt's rewards (group), of all rewards of the iteration
     (batch, Lite PPO), or not (none, Dr. GRPO).
@@ -53,7 +59,8 @@ class GroupPolicyConfig(PolicyConfig):
 
     @model_validator(mode="after")
     def _check_passk(self) -> "GroupPolicyConfig":
-        if self.advantage != "group" and self.advantage_std != "group":
+        unsupported = {"group": (), "gigpo": ("batch",)}.get(self.advantage, ("batch", "none"))
+        if self.advantage_std in unsupported:
             raise ValueError(f"advantage {self.advantage} does not support advantage_std {self.advantage_std}")
         return self
 
@@ -73,7 +80,7 @@ class GroupPolicyConfig(PolicyConfig):
         """Name of the estimator for these settings."""
         if self.aggregate == "normalize_then_sum":
             return "gdpo"
-        return {"passk": "grpo_passk", "maxrl": "grpo_maxrl"}.get(self.advantage, "grpo")
+        return {"passk": "grpo_passk", "maxrl": "grpo_maxrl", "gigpo": "gigpo"}.get(self.advantage, "grpo")
 
 
 def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:

@@ -212,8 +212,8 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             kind = f"r x {term.estimator}" if policy.unbiased_kl else term.estimator
             yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({kind})"
         if values.get(CORRECT):
-            coef, total = number(policy.correct_nll_coef), int(columns[CORRECT].sum())
-            yield f"  correct response: plus {coef} x -log-prob / {total} tokens of correct responses (VAPO)"
+            weight = f"{number(policy.correct_nll_coef)} / {int(columns[CORRECT].sum())} tokens of correct responses"
+            yield f"  correct response: plus {weight} x -log-prob (VAPO)"
         mean = mean_formula(
             policy,
             num_tokens=len(columns[TOKEN]),

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
 from rlhf_cli.algorithms.aggregation import CORRECT, OBSERVED, PROMPT_TOKENS
-from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience, Turns
 from rlhf_cli.algorithms.groups import scale_of
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
@@ -223,7 +223,20 @@ def _experience(
         step_weight=settings.step_weight,
         scale=scale_of(scores_B),
         scores_B=scores_B,
+        turns=_turns(rollout) if settings.estimator.turns else None,
     )
+
+
+def _turns(rollout: Rollout) -> Turns:
+    """Return the turns of all samples. Observations are equal if their tokens are."""
+    states: dict[tuple[int, bytes], int] = {}
+    bounds, firsts, found = [0], [0], list[int]()
+    for group, sample in zip(rollout.groups, rollout.samples, strict=True):
+        for length, observation in sample.observed_turns:
+            bounds.append(bounds[-1] + length)
+            found.append(states.setdefault((group, observation), len(states)))
+        firsts.append(len(found))
+    return Turns(torch.tensor(bounds), torch.tensor(firsts), torch.tensor(found, dtype=torch.int64))
 
 
 def _rewards(rollout: Rollout, settings: OnlineSettings) -> torch.Tensor:

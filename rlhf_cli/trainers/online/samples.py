@@ -1,7 +1,7 @@
 """The samples of an online iteration: one record per response, and their columns up to the update."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -77,6 +77,17 @@ class Sample:
         """
         earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in self.branches)
         return [*earlier, self.sequence]
+
+    @property
+    def observed_turns(self) -> Iterator[tuple[int, bytes]]:
+        """Sampled tokens of each turn in training order, with the tokens of the observation before it: those since the
+        previous turn, or all before the first turn of a conversation.
+        """
+        for part, sequence in zip((*self.branches, self.response), self.sequences, strict=True):
+            seen, first = 0, len(sequence) - len(part.token_ids)
+            for start, end in part.turns:
+                yield end - start, sequence.token_ids[seen : first + start].tobytes()
+                seen = first + end
 
     @property
     def routed_experts(self) -> list[np.ndarray | None]:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -234,8 +235,10 @@ def test_correct_responses_and_observations_add_their_mean_log_likelihoods_by_ha
 
     def objective(correct_K: torch.Tensor | None, observed_O: torch.Tensor | None, **totals: int):
         columns = PolicyColumns(zeros_K - 1, zeros_K, cu, correct_K=correct_K)
-        given = {"settings": settings, "weights": WEIGHTS, "max_new_tokens": 4, "observed_O": observed_O}
-        return policy_objective(logprobs_K, zeros_K, columns, totals=StepTotals(3, 2, **totals), **given)
+        given: dict[str, Any] = {"settings": settings, "weights": WEIGHTS, "max_new_tokens": 4}
+        return policy_objective(
+            logprobs_K, zeros_K, columns, totals=StepTotals(3, 2, **totals), observed_O=observed_O, **given
+        )
 
     plain, metrics = objective(None, None)
     assert float(plain.detach()) == 0.0

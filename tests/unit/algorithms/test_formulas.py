@@ -10,7 +10,7 @@ import torch
 from rlhf_cli.algorithms.advantages import compute_advantages, whiten
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.entropy import EntropyState
-from rlhf_cli.algorithms.estimators.estimator import Estimator, Experience
+from rlhf_cli.algorithms.estimators.estimator import Estimator, Experience, Turns
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
@@ -39,6 +39,7 @@ SETTINGS = {
     "rloo": PolicyConfig(),
     "remax": PolicyConfig(),
     "grpo_passk": GroupPolicyConfig(advantage="passk"),
+    "gigpo": GroupPolicyConfig(advantage="gigpo", gigpo_weight=0.5, gigpo_gamma=0.9),
     "gdpo": GroupPolicyConfig(aggregate="normalize_then_sum", init_kl_coef=0.0),
 }
 WEIGHTS = LossWeights({"ref": KLTerm(0.3, "k3")}, EntropyState(0.0, True))
@@ -55,6 +56,8 @@ def experience() -> Experience:
         groups_B=torch.tensor([0, 0, 1, 1]),
         trained_B=torch.tensor([True, True, True, True]),
         greedy_B=torch.tensor([0.5, 0.5, 1.0, 1.0], dtype=torch.float64),
+        # The first response has two turns, of which the second follows the same observation as the second response.
+        turns=Turns(torch.tensor([0, 1, 2, 3, 5, 6]), torch.tensor([0, 2, 3, 4, 5]), torch.tensor([0, 1, 1, 2, 2])),
     )
 
 

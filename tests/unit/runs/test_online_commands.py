@@ -147,6 +147,8 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"critic_learning_rate": "1"}, "unknown setting --critic_learning_rate"),
         ("grpo", {"advantage": "passk", "advantage_std": "none"}, "does not support advantage_std none"),
         ("grpo", {"advantage": "maxrl", "advantage_std": "batch"}, "does not support advantage_std batch"),
+        ("grpo", {"advantage": "gigpo"}, "set --environment or --agent_command"),
+        ("grpo", {"advantage": "gigpo", "advantage_std": "batch"}, "does not support advantage_std batch"),
         ("grpo", {"policy_loss": "dppo_tv", "dppo_delta_low_high": [0.2, 0]}, "both must be above 0"),
         ("grpo", {"dppo_delta_low_high": [0.2, 0.2]}, "needs --policy_loss dppo_tv or dppo_kl"),
         ("grpo", {"policy_loss": "vespo", "vespo_k": ["0", "1"]}, "vespo_k and vespo_lambda: all must be above 0"),

@@ -72,7 +72,8 @@ SETTINGS_OF_IDENTITY = {
     ),
     "grpo": (
         f"{OF_A_POLICY_GRADIENT} "
-        "advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range prm_weight"
+        "advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range gigpo_gamma gigpo_weight "
+        "prm_weight"
     ),
     "remax": OF_A_POLICY_GRADIENT,
     "gkd": "",

@@ -230,6 +230,33 @@ def test_observations_become_targets_of_the_actor_with_columns_of_their_own():
     assert with_observations([no_turn], policy)[0].columns["observed"].size == 0
 
 
+@pytest.mark.parametrize(("std", "unit"), [("none", 1.0), ("group", None)])
+def test_turns_after_the_same_observation_are_compared_by_their_returns(std, unit):
+    """Two episodes of a prompt with turn rewards 0, 1 and 1, 0, 4, so returns 0.5, 1 and 2, 2, 4 with gamma 0.5.
+
+    Their second turns follow the same observation, and the third turn is alone. The means are (1 + 5) / 2 = 3 for
+    episodes, 1.25 for the first turns and 1.5 for the second. An equal episode of another prompt is compared with none.
+    """
+    reward = RewardConfig(reward_funcs=["environment"])
+    short, long = Episode(((0, 2), (4, 5)), (0.0, 1.0)), Episode(((0, 1), (3, 4), (5, 6)), (1.0, 0.0, 4.0))
+    played = [
+        Generation([1, 2, 9, 6, 3], [-0.1, -0.2, -0.3], "stop", 0, short),
+        Generation([4, 9, 6, 5, 8, 7], [-0.1, -0.2, -0.3], "stop", 0, long),
+    ]
+    given = [scored(value, environment=value) for value in (1.0, 5.0, 1.0)]
+    responses = responses_of([prompt(0)] * 2 + [prompt(1)], [*played, played[0]], given, [0, 0, 1])
+    policy = GroupPolicyConfig(advantage="gigpo", advantage_std=std, gigpo_gamma=0.5, gigpo_weight=2.0)
+    policy = policy.model_copy(update={"init_kl_coef": 0.0})
+    samples, metrics = learning_samples(responses, None, settings_of("gigpo", policy, reward), kl_coef=0.0)
+    first, second, other = (sample.columns["advantages"].tolist() for sample in samples)
+    episode, turns = (2.0, (0.75, 0.5)) if unit else (0.5**0.5, (0.5**0.5, 0.5**0.5))
+    by_turn = [episode + 2 * turns[0], episode + 2 * turns[1], episode]
+    assert first == pytest.approx([-by_turn[0], -by_turn[0], -by_turn[1]], rel=1e-4)
+    assert second == pytest.approx(by_turn, rel=1e-4)
+    assert other == [0.0, 0.0, 0.0]
+    assert metrics["advantage/repeated_states"] == pytest.approx(4 / 7)
+
+
 def test_tokens_of_correct_responses_are_marked_if_the_loss_has_a_term_for_them():
     given = [scored(1.0, "correct"), scored(2.0, "wrong")]
     responses = responses_of([prompt(0)] * 2, [generation(1, 2), generation(3)], given, [0, 0])

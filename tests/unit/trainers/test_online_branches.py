@@ -176,3 +176,10 @@ def test_the_loop_asks_all_models_about_all_branches_and_trains_each():
     assert all(one == [3, 2] * 6 for one in lengths)
     for sample in samples:
         assert {len(values) for values in sample.columns.values()} == {sample.num_trained}
+
+
+def test_turns_of_branches_follow_the_conversation_of_their_branch():
+    found = list(sample_of(PROMPT, BRANCHED).observed_turns)
+    assert [length for length, _ in found] == [2, 1, 2]
+    assert [np.frombuffer(seen, np.int32).tolist() for _, seen in found] == [[5], [90], [6, 6, 91]]
+    assert list(sample_of(PROMPT, PLAIN).observed_turns) == [(1, np.array([7, 8], np.int32).tobytes())]
