@@ -25,7 +25,7 @@ class GKDConfig(OnlineConfig):
         NEVER_ONLINE
         | STEP_REWARDS
         | SHAPING
-        | {"distillation.temperature", "distillation.kd_coef", "rollout.prompt_sampling", "prompts.teacher_context_key"}
+        | {"distillation.temperature", "distillation.kd_coef", "rollout.prompt_sampling"}
         | {"episodes", "asynchronous", "dynamic", "teacher", "policy"}
         | {role.group for role in ROLES.values() if role.name not in STUDENT_ROLES}
     )
@@ -48,6 +48,16 @@ class GKDConfig(OnlineConfig):
         given = self.rows.changed(*type(self.rows).model_fields)
         if given and self.distillation.lmbda == 1.0:
             raise ValueError(f"{given} applies to dataset responses, which are not used with lmbda 1")
+        if self.distillation.lmbda < 1.0 and self.prompts.teacher_context_key is not None:
+            raise ValueError(
+                "teacher_context_key is for sampled responses, but lmbda below 1 also reads dataset responses: set "
+                "--lmbda 1"
+            )
+        if self.shares_sequences and self.prompts.teacher_context_key is not None:
+            raise ValueError(
+                "teacher_context_key does not support sequence_parallel_size, because student and teacher would split "
+                "different prompts: set --sequence_parallel_size 1"
+            )
         given = self.template.changed("prompt_template", "format_prompt")
         if self.distillation.lmbda < 1.0 and given:
             raise ValueError(

@@ -209,14 +209,18 @@ class OnlineConfig(CommandConfig):
         return self.dynamic if self.dynamic.dynamic_filtering else None
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher reads the responses."""
+        return "teacher" in self.hosted_roles or self.teacher.teacher_pretrain is not None
+
+    @property
     def distils_alone(self) -> bool:
         """Whether the policy trains with a teacher and no reward."""
         return self.teacher.teacher_pretrain is not None and not self.reward.has_weight
 
     @model_validator(mode="after")
     def _check_reward_or_teacher(self) -> Self:
-        has_teacher = "teacher" in self.hosted_roles or self.teacher.teacher_pretrain is not None
-        if not has_teacher and not self.reward.is_given:
+        if not self.has_teacher and not self.reward.is_given:
             raise ValueError(
                 f"no reward: set --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
                 "--reward_pretrain MODEL, --remote_rm_url URL, --judge URL or --teacher_pretrain MODEL"
@@ -225,7 +229,7 @@ class OnlineConfig(CommandConfig):
 
     @model_validator(mode="after")
     def _check_teacher_context(self) -> Self:
-        if self.prompts.teacher_context_key is not None and self.teacher.teacher_pretrain is None:
+        if self.prompts.teacher_context_key is not None and not self.has_teacher:
             raise ValueError("teacher_context_key requires a teacher: set --teacher_pretrain")
         return self
 

@@ -86,7 +86,7 @@ def _logits(
     student: torch.nn.Module, frozen: torch.nn.Module, sequence: TokenSequence, logits_of: LogitsOf
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        taught = logits_of(frozen, sequence)
+        taught = logits_of(frozen, sequence.as_teacher_reads)
     return logits_of(student, sequence), taught
 
 

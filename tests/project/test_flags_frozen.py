@@ -43,7 +43,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": "0.7"},
     "n_samples_per_prompt": {"temperature": "0.7"},
     "normalize_reward": {"reward_pretrain": "x"},
-    "teacher_context_key": {"teacher_pretrain": "x"},
+    "teacher_context_key": {"teacher_pretrain": "x", "lmbda": "1"},
     "prm_aggregation": {"n_samples_per_prompt": "9", "temperature": "1"},
     "prm_pretrain": {"n_samples_per_prompt": "9", "temperature": "1"},
     "prompt_template": {"lmbda": "1"},

@@ -116,7 +116,7 @@ class SentWork:
     - `places`: per sequence its chunk (the last is `token_ids`), start and end there.
     - `loss_masks`: concatenated masks, eight tokens per byte.
     - `pictures`: by sequence number.
-    - `experts`: None without routing replay.
+    - `experts`: None without routing replay. `teacher_prompts`: None if teachers read the same prompts.
     - `steps`: sequence numbers.
     """
 
@@ -126,6 +126,7 @@ class SentWork:
     pictures: _Pictures
     columns: dict[str, _JoinedColumn]
     experts: _JoinedColumn | None
+    teacher_prompts: _JoinedColumn | None
     steps: list[list[list[int]]]
     totals: list[StepTotals]
 
@@ -157,7 +158,8 @@ class SentWork:
             np.packbits(_joined([sequence.loss_mask for sequence in sequences])[0].astype(bool, copy=False)),
             _pictures(sequences),
             {name: _joined_column([sequence.columns[name] for sequence in sequences]) for name in names},
-            _experts(sequences),
+            _optional([sequence.routed_experts for sequence in sequences]),
+            _optional([sequence.teacher_prompt for sequence in sequences]),
             [[[numbers[id(sequence)] for sequence in members] for members in step] for step in work.steps],
             work.totals,
         )
@@ -168,7 +170,10 @@ class SentWork:
         bounds = np.cumsum([0, *(stop - start for _, start, stop in self.places)])
         masks = _split(np.unpackbits(self.loss_masks, count=int(bounds[-1])).astype(bool), bounds)
         columns = {name: _split_column(column) for name, column in self.columns.items()}
-        experts = [None] * len(masks) if self.experts is None else _split_column(self.experts)
+        experts, prompts = (
+            [None] * len(masks) if column is None else _split_column(column)
+            for column in (self.experts, self.teacher_prompts)
+        )
         sequences = [
             TokenSequence(
                 arrays[chunk][start:stop],
@@ -176,18 +181,19 @@ class SentWork:
                 self.pictures.get(number, ()),
                 {name: values[number] for name, values in columns.items()},
                 experts[number],
+                prompts[number],
             )
             for number, (chunk, start, stop) in enumerate(self.places)
         ]
         return RankWork([[[sequences[n] for n in members] for members in step] for step in self.steps], self.totals)
 
 
-def _experts(sequences: Sequence[TokenSequence]) -> _JoinedColumn | None:
-    """Return joined experts; empty for a sequence without any, such as an episode without a turn."""
-    known = [sequence.routed_experts for sequence in sequences if sequence.routed_experts is not None]
-    if not known:
-        return None
-    return _joined_column([known[0][:0] if one.routed_experts is None else one.routed_experts for one in sequences])
+def _optional(arrays: Sequence[np.ndarray | None]) -> _JoinedColumn | None:
+    """Return joined arrays, empty for a sequence without one, such as the experts of an episode without a turn; None if
+    no sequence has any.
+    """
+    known = [array for array in arrays if array is not None]
+    return _joined_column([known[0][:0] if array is None else array for array in arrays]) if known else None
 
 
 def _pictures(sequences: Sequence[TokenSequence]) -> _Pictures:

@@ -49,9 +49,19 @@ class StudentRank(SampledRank):
 
     def _prepared(self, step: list[list[TokenSequence]], max_tokens: int | None) -> list["_PlacedBatch"]:
         names = () if self.record is None else PLACE
-        packed = [micro_batch(part, names=names, pack_sequences=self.packer) for part in within(step, max_tokens)]
-        batches = self._prepare(self.engine, [one.pack for one in packed])
+        parts = list(within(step, max_tokens))
+        packed = [micro_batch(part, names=names, pack_sequences=self.packer) for part in parts]
+        batches = self._with_teacher(parts, [one.pack for one in packed])
         return [_PlacedBatch(batch, one.columns) for batch, one in zip(batches, packed, strict=True)]
+
+    def _with_teacher(self, parts: list[list[TokenSequence]], packs: list[Pack]) -> list[Any]:
+        """Return micro-batches of these packs with the teacher's hidden states at their targets."""
+        if all(sequence.teacher_prompt is None for part in parts for sequence in part):
+            return self._prepare(self.engine, packs)
+        # Other prompts, but the same targets in the same order.
+        read = [self.packer([sequence.as_teacher_reads for sequence in part]) for part in parts]
+        batches = self._prepare(self.engine, read)
+        return [replace(batch, pack=own) for batch, own in zip(batches, packs, strict=True)]
 
     def _loss(self, totals: StepTotals, model: nn.Module, batch: "_PlacedBatch") -> tuple[torch.Tensor, Metrics]:
         if self.record is None:
@@ -66,7 +76,7 @@ class StudentRank(SampledRank):
 
     def _terms(self, sequence: TokenSequence, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the parts of the step's loss by token, `[K]`: their gradients sum to that of the loss."""
-        (batch,) = self._prepare(self.engine, [self.packer([sequence])])
+        (batch,) = self._with_teacher([[sequence]], [self.packer([sequence])])
         found: dict[str, torch.Tensor] = {}
         totals = StepTotals(sequence.num_trained, 1)
         self._objective(_recorded(self.engine.module, found), batch.to(distributed.device()), totals)

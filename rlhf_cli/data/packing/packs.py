@@ -40,6 +40,8 @@ class TokenSequence:
       reward model, `weights` for rows with loss weights. Empty for a forward pass.
     - `routed_experts`: experts that the rollout engine chose for the first n tokens, uint8 or uint16 `[n, layers,
       top_k]`; None without routing replay.
+    - `teacher_prompt`: tokens that a teacher in the student's ranks reads instead of those before the first target,
+      int32; None if it reads the same tokens.
     - `stored`: place of `token_ids` in the object store that ranks read (`backends/roles/serialization.py`); None if
       they are sent with the sequence.
 
@@ -57,6 +59,7 @@ class TokenSequence:
     pictures: tuple[PlacedPicture, ...] = ()
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
+    teacher_prompt: np.ndarray | None = None
     stored: Any = None
 
     def __post_init__(self) -> None:
@@ -71,6 +74,18 @@ class TokenSequence:
     def num_trained(self) -> int:
         """Number of training targets."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def as_teacher_reads(self) -> "TokenSequence":
+        """The sequence with the teacher's prompt, and the same targets."""
+        if self.teacher_prompt is None:
+            return self
+        first = int(self.loss_mask.argmax())
+        prompt_mask = np.zeros(len(self.teacher_prompt), bool)
+        return TokenSequence(
+            np.concatenate([self.teacher_prompt, self.token_ids[first:]]),
+            np.concatenate([prompt_mask, self.loss_mask[first:]]),
+        )
 
     @property
     def patches(self) -> int:

@@ -26,6 +26,7 @@ from rlhf_cli.trainers.online.loop import (
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
+from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.schedule import Schedule
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
@@ -87,6 +88,15 @@ def train_student(
         )
 
 
+def _sequences(sampled: Rollout) -> list[TokenSequence]:
+    """Return sampled responses, with the prompt that the teacher reads if it is another one."""
+    prompts = (sample.prompt.teacher_ids for sample in sampled.samples)
+    return [
+        sequence if ids is None else replace(sequence, teacher_prompt=np.array(ids, np.int32))
+        for sequence, ids in zip(sampled.sequences, prompts, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class _Distilling:
     """Trains a student on a teacher's distributions."""
@@ -108,7 +118,7 @@ class _Distilling:
         """Return (state, metrics) after the iteration, including the weight push."""
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None
-        sequences = batch.sampled.sequences if isinstance(batch, ScoredBatch) else batch
+        sequences = _sequences(batch.sampled) if isinstance(batch, ScoredBatch) else batch
         self.hooks.updates(own, state)
         plan = plan_updates(len(sequences), settings.batch, settings.critic, iteration=iteration)
         with timer("train"):

@@ -83,7 +83,8 @@ class Sample:
         """Sampled tokens of each turn in training order, with the tokens of the observation before it: those since the
         previous turn, or all before the first turn of a conversation.
         """
-        for part, sequence in zip((*self.branches, self.response), self.sequences, strict=True):
+        parts: list[Branch | Generation] = [*self.branches, self.response]
+        for part, sequence in zip(parts, self.sequences, strict=True):
             seen, first = 0, len(sequence) - len(part.token_ids)
             for start, end in part.turns:
                 yield end - start, sequence.token_ids[seen : first + start].tobytes()

@@ -64,6 +64,16 @@ def test_micro_batches_of_sequences_arrive_empty_ones_too():
             assert_equal_sequences(*pair)
 
 
+def test_prompts_of_teachers_arrive():
+    prompts = [np.arange(count, dtype=np.int32) for count in (4, 2)]
+    given = [replace(sequence(3), teacher_prompt=prompt) for prompt in prompts]
+    ((found,),) = arrived(RankWork([[given]])).steps
+    for one, own in zip(found, prompts, strict=True):
+        np.testing.assert_array_equal(one.teacher_prompt, own, strict=True)
+    ((without,),) = arrived(RankWork([[[sequence(3)]]])).steps
+    assert without[0].teacher_prompt is None
+
+
 def test_experts_arrive_and_a_sequence_without_any_has_none_of_its_tokens():
     experts = [RNG.integers(0, 8, (count, 3, 2), dtype=np.uint8) for count in (4, 2)]
     with_experts = [

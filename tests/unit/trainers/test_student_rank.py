@@ -1,6 +1,7 @@
 """A student and its teacher in one rank with the real engine: values, gradients, packs, checkpoints, and runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,33 @@ def responses() -> list[TokenSequence]:
         sample_of(prompts[i % 3], Generation(ids, [0.0] * len(ids), "stop", 0)).sequence
         for i, ids in enumerate(sampled)
     ]
+
+
+def helped(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    """Return the sequences with longer prompts for the teacher, equal for those with an equal prompt."""
+    found = []
+    for one in sequences:
+        prompt = one.token_ids[: int(one.loss_mask.argmax())].tolist()
+        longer = np.array([*[9] * (len(prompt) % 3 + 1), *prompt], np.int32)
+        found.append(replace(one, teacher_prompt=longer))
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 12])
+def test_a_teacher_with_a_context_reads_the_same_responses_after_its_own_prompts(
+    tiny_model_dir, tiny_llama_dir, max_tokens
+):
+    sequences = helped(responses())
+    assert sequences[0].as_teacher_reads.token_ids.tolist() == [9, *sequences[0].token_ids.tolist()]
+    assert sequences[0].as_teacher_reads.num_trained == sequences[0].num_trained
+    given: dict[str, Any] = {"beta": 0.4, "temperature": 0.9}
+    expected = distill_plainly(tiny_model_dir, tiny_llama_dir, sequences=sequences, **given)
+    assert expected != pytest.approx(distill_plainly(tiny_model_dir, tiny_llama_dir, sequences=responses(), **given))
+    role = role_of(make_student(config_of(tiny_model_dir, tiny_llama_dir)), max_tokens=max_tokens)
+    role.watch = Watch(((0, 0),))
+    found = role.learn(sequences, [np.array(step) for step in STEPS])
+    assert [metrics["loss"] for metrics in found] == pytest.approx(expected, rel=2e-6, abs=2e-6)
+    assert any(role.projections)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +243,20 @@ def test_a_run_repeats_differs_with_another_seed_and_goes_on_as_if_never_stopped
     (tmp_path / "other").mkdir()
     other = run(config(seed + 1), tmp_path / "other")
     assert not same_weights(first, other)
+
+
+def test_a_run_with_contexts_goes_on_as_if_never_stopped(tiny_model_dir, tiny_llama_dir, tmp_path, monkeypatch):
+    config = config_of(tiny_model_dir, tiny_llama_dir, lmbda="1", num_episodes="2")
+    plain = run(config, tmp_path)
+    prompts = [replace(prompt, teacher_ids=[9, *prompt.prompt_ids]) for prompt in PROMPTS]
+    monkeypatch.setattr("test_student_rank.PROMPTS", prompts)
+    first = run(config, tmp_path)
+    continued = run(config, tmp_path, resume=tmp_path / "saved")
+    assert continued["logged"] == first["logged"][2:]
+    assert same_weights(first, continued)
+    # The same responses in the first iteration, with another divergence.
+    assert first["rows"][0] == plain["rows"][0]
+    assert first["logged"][0][1]["loss"] != pytest.approx(plain["logged"][0][1]["loss"])
 
 
 def kinds(mixture: Mixture) -> list[bool]:

@@ -93,6 +93,15 @@ def test_a_context_needs_a_teacher():
         resolve("grpo", teacher_context_key="hint")
 
 
+def test_a_teacher_in_the_students_ranks_reads_contexts_of_sampled_responses_only():
+    given = {"teacher_pretrain": "x", "teacher_context_key": "hint"}
+    assert resolve("gkd", **given, lmbda="1").prompts.teacher_context_key == "hint"
+    with pytest.raises(UsageError, match="teacher_context_key is for sampled responses"):
+        resolve("gkd", **given, lmbda="0.5")
+    with pytest.raises(UsageError, match="set --sequence_parallel_size 1"):
+        resolve("gkd", **given, lmbda="1", sequence_parallel_size="2")
+
+
 def test_episodes_are_refused(tmp_path):
     settings = {"teacher_pretrain": "x", "teacher_context_key": "hint", "environment": str(tmp_path / "e.py:E")}
     (tmp_path / "e.py").write_text("class E:\n    pass\n")
