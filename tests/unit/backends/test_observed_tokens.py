@@ -70,5 +70,24 @@ def test_a_trace_has_only_sampled_tokens_with_their_numbers(tiny_model_dir):
     assert (0, 2) in rank.record.projections[0]
 
 
+def test_totals_count_observations_apart() -> None:
+    """Of 2 + 1 tokens, one is an observation; both sampled tokens belong to a prompt with 2 tokens."""
+    marks = [
+        {"observed": [0, 1], "correct": [1, 0], "prompt_tokens": [2, 0]},
+        {"observed": [0], "correct": [0], "prompt_tokens": [2]},
+    ]
+    given = [
+        TokenSequence(
+            np.arange(4, dtype=np.int32),
+            np.arange(4) >= 4 - len(one["observed"]),
+            columns={name: np.array(values, np.float32) for name, values in one.items()},
+        )
+        for one in marks
+    ]
+    (totals,) = MicroBatchPlanner(1, BatchConfig(), 0.0).steps(given, [np.arange(2)])[0].totals
+    assert (totals.num_tokens, totals.num_observed, totals.num_correct) == (2, 1, 1)
+    assert (totals.num_sequences, totals.num_prompts) == (2, 1.0)
+
+
 def replace_coef(coef: float) -> ActorCriticPolicyConfig:
     return POLICY.model_copy(update={"observation_nll_coef": coef})
