@@ -178,6 +178,16 @@ def test_the_loop_asks_all_models_about_all_branches_and_trains_each():
         assert {len(values) for values in sample.columns.values()} == {sample.num_trained}
 
 
+def test_observations_are_targets_of_the_actor_alone():
+    run = Run(policy=WITH_REFERENCE.model_copy(update={"observation_nll_coef": 0.1}), batch=ONE_STEP)
+    run.engines._answer = lambda request: BRANCHED  # type: ignore[method-assign]
+    run(total_iterations=1)
+    ((trained, _),), ((valued, _),) = run.actor.updates, run.critic.updates
+    assert [sample.columns["observed"].tolist() for sample in trained] == [[0, 0, 1, 0], [0, 0]] * 6
+    assert [sample.num_trained for sample in valued] == [3, 2] * 6
+    assert all("observed" not in sample.columns for sample in valued)
+
+
 def test_turns_of_branches_follow_the_conversation_of_their_branch():
     found = list(sample_of(PROMPT, BRANCHED).observed_turns)
     assert [length for length, _ in found] == [2, 1, 2]
