@@ -83,8 +83,8 @@ def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:
 
 
 def turn_returns(rewards_N: Tensor, turns: Turns, *, gamma: float) -> Tensor:
-    """Compute `sum_{s >= t} gamma^(s-t) r_s` over the turns s of a response, `[U]`, with the reward `r_s` of all tokens
-    of a turn (GiGPO, arXiv 2505.10978).
+    """Compute `sum_{s >= t} gamma^(s-t) r_s` over a response's turns, `[U]`, where `r_s` is the sum over a turn's token
+    rewards (GiGPO, arXiv 2505.10978).
     """
     return suffix_scan(segment_sum(rewards_N, turns.cu), turns.cu_responses, gamma)
 

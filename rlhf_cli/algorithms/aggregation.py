@@ -19,7 +19,7 @@ Metrics = dict[str, Tensor]
 PROMPT_TOKENS = "prompt_tokens"
 """Column with the trained tokens of a token's prompt in the iteration."""
 CORRECT, OBSERVED = "correct", "observed"
-"""Columns with 1 for tokens of correct responses, and for observations of an environment; 0 for others."""
+"""Columns with 1 for tokens in correct responses, and for an environment's observations; 0 otherwise."""
 
 # combine_metrics reduces by this suffix, so a mean must not end in it.
 _MAX_SUFFIX = "_max"
@@ -30,7 +30,7 @@ class StepTotals:
     """Optimizer step size over all micro-batches and ranks: trained tokens and sequences.
 
     - `step`: optimizer steps, counted from 1; None in an evaluation.
-    - `num_correct`, `num_observed`: tokens of correct responses, and of observations, if the loss has their term.
+    - `num_correct`, `num_observed`: tokens in correct responses and observations, if the loss has their terms.
       Observations are not trained tokens.
     - `num_prompts`: sum over trained tokens of 1 / (trained tokens of the prompt in the iteration), for `prompt_mean`:
       the number of prompts if the step has all responses to each of them.

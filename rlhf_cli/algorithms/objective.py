@@ -101,7 +101,7 @@ def policy_objective(
     """Compute (partial actor loss, with gradient; metrics, without).
 
     `logprobs_K` and `entropy_K` come from the model being trained. `entropy_K` may be None if the entropy weight is 0.
-    `observed_O` are log-probs of observations (ECHO, arXiv 2605.24517). This term and that of correct responses (VAPO,
+    `observed_O` are observation log-probs (ECHO, arXiv 2605.24517). This term and the one for correct responses (VAPO,
     2504.05118, eq. 10) are means over their tokens in the step, independent of `loss_agg`.
     """
 

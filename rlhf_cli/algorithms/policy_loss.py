@@ -38,7 +38,7 @@ class PolicyColumns:
     - `kept_K`: True for tokens with high entropy; None if all are trained (`token_selection.py`).
     - `covariant_K`: True for tokens that `clip_cov` or `kl_cov` selects; None selects none.
     - `prompt_tokens_K`: trained tokens of the prompt in the iteration, for `prompt_mean`.
-    - `correct_K`: 1 for tokens of correct responses, 0 for others, for `correct_nll_coef`.
+    - `correct_K`: 1 for tokens in correct responses, otherwise 0, for `correct_nll_coef`.
 
     All log-probs are computed from logits divided by the sampling temperature.
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turns:
-    """Turns of all responses in a rollout, in the order of their tokens. A response without an environment is one turn.
+    """Turns in a rollout, in token order. A response without an environment is one turn.
 
-    - `cu`: bounds of turns in tokens, int64 `[U+1]`.
-    - `cu_responses`: bounds of responses in turns, int64 `[B+1]`.
-    - `states_U`: int64, equal for turns of one group that follow the same observation.
+    - `cu`: turn boundaries in tokens, int64 `[U+1]`.
+    - `cu_responses`: response boundaries in turns, int64 `[B+1]`.
+    - `states_U`: int64, equal for turns in a group that follow the same observation.
 
-    Example: two episodes of a prompt with turns of 2 and 1 tokens, and of 3 tokens, have `cu` [0, 2, 3, 6] and
+    Example: two episodes for a prompt, with turns of 2 and 1 tokens and a turn with 3, have `cu` [0, 2, 3, 6] and
     `cu_responses` [0, 2, 3]. Both first turns follow the prompt: `states_U` [0, 1, 0].
     """
 
@@ -46,7 +46,7 @@ class Experience:
     - `step_weight`: multiplier for step advantages.
     - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
     - `scores_B`: shaped score per response, float64; not read if `shaped_N` is given.
-    - `turns`: for estimators with `turns`; None for others.
+    - `turns`: turn boundaries and states; None unless the estimator has `turns`.
 
     Example: two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, have `rewards_N` [0, 1, 0], `cu`
     [0, 2, 3] and `groups_B` [0, 0]: N = 3, B = 2.
@@ -135,7 +135,7 @@ class Estimator:
     - `rewards_apart`: whether the estimator normalizes each reward separately instead of their sum.
     - `steps`: "tokens" adds step rewards to token rewards, "groups" normalizes them within the group; None if step
       rewards are not supported.
-    - `turns`: whether the estimator compares turns of episodes.
+    - `turns`: whether the estimator compares turns.
     - `formula`: lines with the formula of an advantage before whitening and its numbers, from (experience, settings,
       response, token), for `rlhf why`; None names only the estimator.
     """

@@ -1,4 +1,4 @@
-"""GiGPO: advantages of episodes within the group, and of turns among those that follow the same observation."""
+"""GiGPO: compares episodes within the group, and turns that follow the same observation."""
 
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,10 @@ if TYPE_CHECKING:
 
 
 def gigpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
-    """Return the advantage of the response as in `grpo`, plus `gigpo_weight` times that of the turn (arXiv 2505.10978,
-    eq. 8).
+    """Return the response's advantage as in `grpo`, plus `gigpo_weight` times the turn's (arXiv 2505.10978, eq. 8).
 
-    The turn's advantage is `(R - mean) / std` of its discounted return over all turns of the group with the same
-    observation, or `R - mean` with `advantage_std none`; 0 if no other turn has it.
+    The turn's advantage is `(R - mean) / std` with its discounted return, over the turns in the group that follow the
+    same observation, or `R - mean` with `advantage_std none`; 0 for a single turn.
     """
     import torch
 
@@ -31,7 +30,7 @@ def gigpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
 
 
 def _turn_advantages(experience: Experience, settings: GroupPolicyConfig) -> "tuple[Tensor, Tensor]":
-    """Return the advantages and the discounted returns of turns, `[U]` each."""
+    """Return the turns' advantages and discounted returns, both `[U]`."""
     from rlhf_cli.algorithms.advantages import turn_returns
     from rlhf_cli.algorithms.groups import group_normalised, less_group_mean
 
@@ -42,7 +41,7 @@ def _turn_advantages(experience: Experience, settings: GroupPolicyConfig) -> "tu
 
 
 def gigpo_formula(experience: Experience, settings: GroupPolicyConfig, sample: int, token: int) -> list[str]:
-    """Return the formula of `gigpo` with numbers."""
+    """Return the `gigpo` formula with numbers."""
     from rlhf_cli.algorithms.formulas import group_of, number, shown_group
 
     turns = experience.turns
