@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.agents.environment_object import unknown_tool
-from rlhf_cli.agents.records import Calls, EnvironmentDescription, Reply, Reset, Text
+from rlhf_cli.agents.records import Action, Calls, EnvironmentDescription, Finish, Reply, Reset, Text
 from rlhf_cli.agents.server_key import server_headers
 from rlhf_cli.agents.session_environments import SessionFailed
 from rlhf_cli.agents.tool_results import error_text, function_schema, result_text, tool_names
@@ -93,7 +93,7 @@ class _McpSession:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - the session is its context
         self._stack.enter_context(self._errors)
 
-    async def answer(self, action: Reset | Calls | Text) -> Reply:
+    async def answer(self, action: Action) -> Reply:
         """Answer an action. `Reset` opens the session; calls run one after another."""
         match action:
             case Reset():
@@ -103,6 +103,9 @@ class _McpSession:
                 return Reply(tuple([await self._call(call) for call in calls]))
             case Text():
                 raise SessionFailed("has tools and does not read text")
+            case Finish():
+                # The protocol has no request that ends an episode.
+                return Reply(is_done=True)
 
     async def listed_tools(self) -> list[dict[str, Any]]:
         """Open the session and list the tools, from all pages."""

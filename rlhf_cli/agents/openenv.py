@@ -17,7 +17,7 @@ import aiohttp
 
 from rlhf_cli.agents.environment_object import ENDED, as_text, number, unknown_tool
 from rlhf_cli.agents.openenv_connection import Connection, NotNow, Refused
-from rlhf_cli.agents.records import Calls, EnvironmentDescription, Reply, Reset, Text
+from rlhf_cli.agents.records import Action, Calls, EnvironmentDescription, Finish, Reply, Reset, Text
 from rlhf_cli.agents.server_key import KEY_ADVICE, NEEDS_KEY, server_headers
 from rlhf_cli.agents.session_environments import SessionFailed
 from rlhf_cli.agents.tool_results import error_text, function_schema, result_text, tool_names
@@ -183,7 +183,7 @@ class _OpenEnvSession:
         # Whether any step had a numeric reward: null is no reward, not 0.
         self._has_reward = False
 
-    async def answer(self, action: Reset | Calls | Text) -> Reply:
+    async def answer(self, action: Action) -> Reply:
         """Answer an action."""
         match action:
             case Reset():
@@ -193,6 +193,9 @@ class _OpenEnvSession:
             case Text(text):
                 assert self._server.field is not None
                 return await self._step({self._server.field: text})
+            case Finish():
+                # The protocol has no request that ends an episode.
+                return Reply(is_done=True)
 
     async def close(self) -> None:
         """Close the connection, which makes the server drop the environment."""

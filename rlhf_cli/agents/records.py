@@ -17,9 +17,10 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tool calls in one turn, to run one after another."""
+    """Tool calls in one turn, to run one after another. `text` is the rest of the turn."""
 
     calls: tuple[ToolCall, ...]
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End an episode after a turn without an action. The reply holds the remaining reward."""
+    """End an episode after a turn without an action; `text` is that turn. The reply holds the remaining reward."""
+
+    text: str = ""
 
 
 Action = Reset | Calls | Text | Finish

@@ -11,12 +11,9 @@ from typing import Any, Protocol, Self
 
 from rlhf_cli.agents.records import (
     Action,
-    Calls,
     EnvironmentDescription,
-    Finish,
     Reply,
     Reset,
-    Text,
     late_reply,
     method_names,
 )
@@ -36,7 +33,7 @@ class SessionFailed(Exception):
 class _Session(Protocol):
     """One episode at a server. A single task calls all methods."""
 
-    async def answer(self, action: Reset | Calls | Text) -> Reply:
+    async def answer(self, action: Action) -> Reply:
         """Answer an action. `Reset` comes first and opens the session.
 
         Raises SessionFailed or BadResult on failure.
@@ -212,9 +209,6 @@ class SessionEnvironments:
             return found
 
     async def _reply(self, session: _Session, action: Action) -> Reply:
-        # Servers have no end-of-episode method, so this needs no slot.
-        if isinstance(action, Finish):
-            return Reply(is_done=True)
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout):

@@ -28,7 +28,7 @@ def read_action(line: bytes) -> Action:
         case "reset":
             return Reset(*values)
         case "calls":
-            # Call IDs are not transferred: observations are matched to calls by order.
+            # Call IDs and texts are not transferred: observations are matched to calls by order.
             return Calls(tuple(ToolCall(name, arguments) for name, arguments in values[0]))
         case "text":
             return Text(*values)

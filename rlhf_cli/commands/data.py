@@ -12,7 +12,7 @@ from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.inspection import RewardTestConfig, ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.presets import defaults_of_prompts
+from rlhf_cli.config.presets import defaults_of_environment, defaults_of_prompts
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.errors import listed
@@ -56,7 +56,10 @@ class DataCommandConfig(CommandConfig):
         """Return the defaults of the online command that the prompts are for."""
         if given.get("for") not in POLICY_GRADIENT:
             return {}
-        defaults = defaults_of_prompts(given, "dataset")
+        defaults = defaults_of_environment(given)
+        # The test of rewards scores text, not episodes.
+        defaults.pop("reward_funcs", None)
+        defaults |= defaults_of_prompts(given, "dataset")
         # A preview without a test of rewards refuses them.
         return {name: value for name, value in defaults.items() if name != "reward_funcs" or "rewards" in given}
 

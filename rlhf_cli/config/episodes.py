@@ -13,11 +13,12 @@ from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
 _OF_EPISODES = Needs("environment", when="plays_episodes")
-_MCP_SCHEMES = ("http", "https")
-_URL_SCHEMES = ("ws", "wss", *_MCP_SCHEMES)
+_HTTP_SCHEMES = ("http", "https")
+_URL_SCHEMES = ("ws", "wss", *_HTTP_SCHEMES)
 MCP_PREFIX = "mcp:"
+NEMO_GYM_PREFIX = "nemo_gym:"
 
-_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena"]
+_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena", "nemo_gym"]
 _TurnSchedule = Literal["step", "free"]
 
 
@@ -32,6 +33,8 @@ def environment_kind(environment: str) -> _EnvironmentKind:
         return "mcp"
     if environment.startswith(TEXTARENA_PREFIX):
         return "textarena"
+    if environment.startswith(NEMO_GYM_PREFIX):
+        return "nemo_gym"
     return "openenv" if is_url(environment) else "file"
 
 
@@ -40,7 +43,8 @@ class EpisodeConfig(SettingsGroup):
 
     environment: str | None = None
     """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
-    to start an MCP server; mcp:URL for a running MCP server; or textarena:GAME for a game of the package textarena.
+    to start an MCP server; mcp:URL for a running MCP server; nemo_gym:URL for a resources server of NeMo Gym; or
+    textarena:GAME for a game of the package textarena.
     Each response becomes a multi-turn episode: the class's public methods, or the server's tools, are the model's
     tools. Without tools, step(text) replies to the model.
     """
@@ -88,14 +92,16 @@ class EpisodeConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _check_urls_have_hosts(self) -> Self:
-        # MCP servers have a prefix, because their URLs look like those of OpenEnv.
-        url = (self.environment or "").removeprefix(MCP_PREFIX)
+        # Other servers have a prefix, because their URLs look like those of OpenEnv.
+        url = (self.environment or "").removeprefix(MCP_PREFIX).removeprefix(NEMO_GYM_PREFIX)
         if not is_url(url):
             return self
         schemes: tuple[str, ...] = _URL_SCHEMES
         form = "an OpenEnv server has a URL like ws://host:8000"
         if url != self.environment:
-            schemes, form = _MCP_SCHEMES, "an MCP server has a URL like http://host:8000/mcp"
+            schemes, form = _HTTP_SCHEMES, "an MCP server has a URL like http://host:8000/mcp"
+        if environment_kind(self.environment or "") == "nemo_gym":
+            form = "a NeMo Gym server has a URL like http://host:8000"
         parts = urlsplit(url)
         if parts.scheme not in schemes or not parts.hostname:
             raise ValueError(f"environment {self.environment}: {form}")
@@ -127,6 +133,8 @@ def _identity(environment: str) -> str:
             return MCP_PREFIX + _command_identity(command)
         case "textarena":
             return environment
+        case "nemo_gym":
+            return f"{NEMO_GYM_PREFIX}{urlsplit(environment.removeprefix(NEMO_GYM_PREFIX)).path.rstrip('/')}"
         case _:
             return Path(environment).name
 

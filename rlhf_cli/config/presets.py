@@ -67,11 +67,13 @@ def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults for an environment or agent program: its reward, if that kind has one."""
+    """Return the defaults for an environment or agent program: its reward, if that kind has one, and its prompts."""
     environment = given.get("environment")
-    has_reward = environment is not None and environment_kind(str(environment)) != "mcp"
-    has_reward = has_reward or given.get("agent_command") is not None
-    return {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
+    kind = None if environment is None else environment_kind(str(environment))
+    has_reward = kind not in (None, "mcp") or given.get("agent_command") is not None
+    found: dict[str, object] = {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
+    # The messages in the rows of NeMo Gym.
+    return found | ({"input_key": "responses_create_params.input"} if kind == "nemo_gym" else {})
 
 
 _OTHER_REWARDS = ("reward_func", "reward_pretrain", "remote_rm_url", "judge", "teacher_pretrain")

@@ -1,6 +1,6 @@
 """Multi-turn episodes in a command: early checks of the environment or agent program, and the episode engines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,13 +10,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.agents.agent_programs import AgentPrograms
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.mcp_server import McpServer
+from rlhf_cli.agents.nemo_gym import NemoGymServer
 from rlhf_cli.agents.openenv import OpenEnvServer
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig, TemplateConfig
-from rlhf_cli.config.episodes import MCP_PREFIX, EpisodeConfig, environment_kind
+from rlhf_cli.config.episodes import MCP_PREFIX, NEMO_GYM_PREFIX, EpisodeConfig, environment_kind
 from rlhf_cli.data.prompts import PromptData
+from rlhf_cli.data.reading.sources import first_rows
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.data.templates.rendering import Renderer
@@ -79,7 +81,7 @@ class EnvironmentPlan:
         """Start the environments, and yield engines with complete episodes as responses."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         # Start new environments per run: those used to read the description have ended.
-        with _environments(self.settings) as environments:
+        with _environments(self.settings, self.prompts) as environments:
             player = EnvironmentPlayer(environments, self.dialogue, limits)
             yield MultiTurnEngines(engines, player, in_step=self.settings.turn_schedule == "step")
 
@@ -153,7 +155,7 @@ def find_environment(
         return None
     _check_template(template, "an environment")
     # Load the file or connect to the server only to read the description. All processes end with this block.
-    with _environments(settings) as environments:
+    with _environments(settings, prompts) as environments:
         description = environments.description
     chat_template = Renderer(template, tokenizer).template
     dialogue = ChatDialogue(
@@ -184,7 +186,7 @@ def _vocab_size(found: FoundModel) -> int:
     return int(found.architecture.get_text_config().vocab_size)
 
 
-def _environments(settings: EpisodeConfig) -> FileEnvironments | SessionEnvironments:
+def _environments(settings: EpisodeConfig, prompts: PromptConfig) -> FileEnvironments | SessionEnvironments:
     """Create environments from a file, or sessions with a server, depending on the setting's form."""
     source = settings.environment
     assert source is not None
@@ -197,4 +199,12 @@ def _environments(settings: EpisodeConfig) -> FileEnvironments | SessionEnvironm
             provider = OpenEnvServer(source, timeout=timeout)
         case "mcp":
             provider = McpServer(source.removeprefix(MCP_PREFIX))
+        case "nemo_gym":
+            provider = NemoGymServer(source.removeprefix(NEMO_GYM_PREFIX), _first_row(prompts))
     return SessionEnvironments(source, provider, timeout=timeout, num_workers=num_workers)
+
+
+def _first_row(prompts: PromptConfig) -> Mapping[str, object]:
+    """Return the first row of the prompts, {} if they are not in local files."""
+    sources = first_rows(prompts.prompt_data, split=prompts.prompt_split, data_format=prompts.data_format)
+    return sources[0].row(0) if sources else {}

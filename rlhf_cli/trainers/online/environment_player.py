@@ -178,13 +178,13 @@ class EnvironmentPlayer:
         turn = episode.add_turn(sampled, self._dialogue.read(sampled.token_ids, behind=episode.all_ids))
         # A truncated turn is incomplete text, which must not reach the environment as an action.
         if sampled.finish_reason == "length":
-            return _finish(episode, "length")
+            return _finish(episode, "length", turn.content)
         if not self._tools:
             return Text(turn.content)
         if turn.calls:
-            return Calls(turn.calls)
+            return Calls(turn.calls, turn.content)
         # No call could be parsed: the model sees the faults as results and may correct them.
-        return self._observe(episode, ()) if turn.faults else _finish(episode, "stop")
+        return self._observe(episode, ()) if turn.faults else _finish(episode, "stop", turn.content)
 
     def _take_reply(self, episode: _Episode, action: Action, reply: Reply) -> Action | None:
         """Add the reply to an action. Returns the next action; None if a turn is next, or the episode is over."""
@@ -269,10 +269,10 @@ def _begun(request: GenerationRequest, row: Mapping[str, Any]) -> _Episode:
     return _Episode(request, Conversation(messages), len(messages), request.prompt_ids, request.prompt_ids)
 
 
-def _finish(episode: _Episode, reason: Literal["stop", "length"]) -> Action:
-    """End an episode after a turn. The environment returns the final reward."""
+def _finish(episode: _Episode, reason: Literal["stop", "length"], text: str = "") -> Action:
+    """End an episode after a turn, whose text the environment has not seen. It returns the final reward."""
     episode.finish_reason = reason
-    return Finish()
+    return Finish(text)
 
 
 def _fail(episode: _Episode, failure: str, trace: str = "") -> None:
