@@ -16,7 +16,7 @@ from rlhf_cli.agents.environment_class import ClassFacts, ResetColumns
 from rlhf_cli.agents.episode_processes import EpisodeProcesses
 from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset, method_names
 from rlhf_cli.agents.wire import action_line
-from rlhf_cli.config.queries import TEXTARENA_PREFIX
+from rlhf_cli.config.queries import HARBOR_PREFIX, TEXTARENA_PREFIX
 from rlhf_cli.errors import UsageError
 from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.workers.child import ChildProcess
@@ -33,7 +33,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASH
 
 
 class FileEnvironments:
-    """Environments from `source`, FILE.py, FILE.py:CLASS or textarena:GAME.
+    """Environments from `source`, FILE.py, FILE.py:CLASS, textarena:GAME or harbor:docker.
 
     A context manager that leaves no process behind.
 
@@ -116,6 +116,8 @@ class FileEnvironments:
                     f"--environment {self._source}: {package} is not installed: pip install 'rlhf-cli[environments]'"
                 )
             return package
+        if self._source.startswith(HARBOR_PREFIX):
+            return self._source
         path, _ = file_and_name(self._source)
         if path.is_dir():
             raise UsageError(f"--environment {self._source} is a folder: pass a file in it, {path / 'FILE.py'}")

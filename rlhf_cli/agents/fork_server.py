@@ -1,4 +1,4 @@
-"""The process that loads a user's environment file, or a game of textarena, once and forks a child per episode.
+"""The process that loads the code of an environment once and forks a child per episode.
 
 Children share the memory of everything the file loads, and start within milliseconds. The server is single-threaded,
 because a fork copies only the calling thread. Only the server kills and reaps its children, so it never signals a
@@ -30,7 +30,7 @@ from typing import Any
 from rlhf_cli.agents.environment_class import EnvironmentClass, described, load_class, tool_schemas
 from rlhf_cli.agents.environment_object import EnvironmentObject
 from rlhf_cli.agents.wire import read_action, reply_line
-from rlhf_cli.config.queries import TEXTARENA_PREFIX
+from rlhf_cli.config.queries import HARBOR_PREFIX, TEXTARENA_PREFIX
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.user_module import file_and_name
 from rlhf_cli.rewards.workers.worker import die_with_lifeline, failure_of, own_file
@@ -65,11 +65,15 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
 
 
 def _load(source: str) -> EnvironmentClass:
-    if not source.startswith(TEXTARENA_PREFIX):
-        return load_class(*file_and_name(source))
-    from rlhf_cli.agents.textarena import game_class
+    if source.startswith(TEXTARENA_PREFIX):
+        from rlhf_cli.agents.textarena import game_class
 
-    return described(game_class(source.removeprefix(TEXTARENA_PREFIX)))
+        return described(game_class(source.removeprefix(TEXTARENA_PREFIX)))
+    if source.startswith(HARBOR_PREFIX):
+        from rlhf_cli.agents.harbor import task_class
+
+        return described(task_class(source.removeprefix(HARBOR_PREFIX)))
+    return load_class(*file_and_name(source))
 
 
 def _refuse_threads() -> None:

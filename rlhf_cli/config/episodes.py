@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
-from rlhf_cli.config.queries import TEXTARENA_PREFIX
+from rlhf_cli.config.queries import HARBOR_PREFIX, TEXTARENA_PREFIX
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
@@ -18,7 +18,7 @@ _URL_SCHEMES = ("ws", "wss", *_HTTP_SCHEMES)
 MCP_PREFIX = "mcp:"
 NEMO_GYM_PREFIX = "nemo_gym:"
 
-_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena", "nemo_gym"]
+_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena", "nemo_gym", "harbor"]
 _TurnSchedule = Literal["step", "free"]
 
 
@@ -33,6 +33,8 @@ def environment_kind(environment: str) -> _EnvironmentKind:
         return "mcp"
     if environment.startswith(TEXTARENA_PREFIX):
         return "textarena"
+    if environment.startswith(HARBOR_PREFIX):
+        return "harbor"
     if environment.startswith(NEMO_GYM_PREFIX):
         return "nemo_gym"
     return "openenv" if is_url(environment) else "file"
@@ -43,10 +45,10 @@ class EpisodeConfig(SettingsGroup):
 
     environment: str | None = None
     """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
-    to start an MCP server; mcp:URL for a running MCP server; nemo_gym:URL for a resources server of NeMo Gym; or
-    textarena:GAME for a game of the package textarena.
-    Each response becomes a multi-turn episode: the class's public methods, or the server's tools, are the model's
-    tools. Without tools, step(text) replies to the model.
+    to start an MCP server; mcp:URL for a running MCP server; nemo_gym:URL for a resources server of NeMo Gym;
+    textarena:GAME for a game of the package textarena; or harbor:docker for task folders of Harbor. Each response
+    becomes a multi-turn episode: the class's public methods, or the server's tools, are the model's tools. Without
+    tools, step(text) replies to the model.
     """
     max_turns: Annotated[int, _OF_EPISODES] = Field(8, gt=0)
     """Maximum number of model turns per episode. max_new_tokens limits a turn, max_len the full episode."""
@@ -131,7 +133,7 @@ def _identity(environment: str) -> str:
             if is_url(command):
                 return f"{MCP_PREFIX}{urlsplit(command).path}"
             return MCP_PREFIX + _command_identity(command)
-        case "textarena":
+        case "textarena" | "harbor":
             return environment
         case "nemo_gym":
             return f"{NEMO_GYM_PREFIX}{urlsplit(environment.removeprefix(NEMO_GYM_PREFIX)).path.rstrip('/')}"

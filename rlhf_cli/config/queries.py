@@ -8,6 +8,8 @@ from rlhf_cli.errors import UsageError, did_you_mean
 
 TEXTARENA_PREFIX = "textarena:"
 """Prefix of an environment that is a game of the package textarena."""
+HARBOR_PREFIX = "harbor:"
+"""Prefix of prompts that are task folders of Harbor, and of the environment that runs them."""
 
 
 def parameters_of(name: str, query: str, defaults: Mapping[str, object]) -> dict[str, object]:

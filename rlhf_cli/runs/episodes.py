@@ -193,7 +193,7 @@ def _environments(settings: EpisodeConfig, prompts: PromptConfig) -> FileEnviron
     timeout, num_workers = settings.environment_timeout, settings.environment_num_workers
     provider: Provider
     match environment_kind(source):
-        case "file" | "textarena":
+        case "file" | "textarena" | "harbor":
             return FileEnvironments(source, timeout=timeout, num_workers=num_workers)
         case "openenv":
             provider = OpenEnvServer(source, timeout=timeout)

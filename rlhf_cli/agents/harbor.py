@@ -1,0 +1,177 @@
+"""Task folders of Harbor in containers of docker, as an environment class: `harbor:docker`.
+
+Imported only in environment processes. The process of an episode holds the standard input of its container, which ends
+with it, even if the process is killed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import ClassVar
+
+from rlhf_cli.config.queries import parameters_of
+from rlhf_cli.data.reading.harbor import HarborTask, read_task
+from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.records import BadResult
+
+_PROGRAM = "docker"
+_DEFAULTS: dict[str, object] = {"command_timeout": 20.0}
+_MAX_OUTPUT = 4_000
+"""Characters of output that the model receives."""
+_TESTS, _LOGS = "/tests", "/logs/verifier"
+_PAUSE = 0.1
+
+
+class _Task:
+    """An episode in a container. The model runs commands; at the end, the task's tests give the reward."""
+
+    command_timeout: ClassVar[float]
+
+    def reset(self, task: str) -> None:
+        """Start the container of a task folder. The first episode of a task builds its image."""
+        self._task = read_task(Path(task))
+        image = self._task.image or self._built(self._task)
+        self._name = f"rlhf-{uuid.uuid4().hex}"
+        command = [_PROGRAM, "run", "--rm", "--interactive", "--init", "--name", self._name, *self._task.options]
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - as long as the container
+        # `cat` ends at the end of its input, which this process holds.
+        self._container = subprocess.Popen(
+            [*command, "--entrypoint", "cat", image],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+        )
+        while self._exec(("true",)).returncode != 0:
+            if self._container.poll() is not None:
+                self._errors.seek(0)
+                raise BadResult(f"could not start a container: {_last_line(self._errors.read())}")
+            time.sleep(_PAUSE)
+
+    def run(self, command: str) -> str:
+        """Run a shell command in the container, from its working directory.
+
+        Args:
+            command: command for bash.
+        """
+        user = ("--user", self._task.user) if self._task.user else ()
+        try:
+            done = self._exec(("bash", "-c", command), *user, timeout=self.command_timeout)
+        except subprocess.TimeoutExpired:
+            return f"Error: the command ran for more than {self.command_timeout:g} s."
+        output = done.stdout
+        if len(output) > _MAX_OUTPUT:
+            output = f"{output[:_MAX_OUTPUT]}\n[{len(output) - _MAX_OUTPUT:,} more characters]\n"
+        return output if done.returncode == 0 else f"{output}Error: exit code {done.returncode}."
+
+    def get_reward(self) -> float:
+        """Run the tests and return the reward that they write."""
+        # The model may have written such files.
+        self._checked(f"rm -rf {_TESTS} {_LOGS} && mkdir -p {_LOGS} && chmod 777 {_LOGS}")
+        copied = self._call("cp", f"{self._task.tests}/.", f"{self._name}:{_TESTS}")
+        if copied.returncode != 0:
+            raise BadResult(f"could not copy the tests: {_last_line(copied.stdout)}")
+        self._checked(f"chmod +x {_TESTS}/test.sh")
+        tests = f"{_TESTS}/test.sh > {_LOGS}/test-stdout.txt 2>&1"
+        # Failed tests may end with any exit code.
+        self._exec(("bash", "-c", tests), *self._task.verifier_options)
+        for name in ("reward.json", "reward.txt"):
+            read = self._exec(("cat", f"{_LOGS}/{name}"), "--user", "root")
+            if read.returncode == 0:
+                return reward_of(read.stdout, name)
+        raise BadResult(f"has a task whose tests wrote no reward: {self._task.folder}")
+
+    def close(self) -> None:
+        """Remove the container."""
+        if hasattr(self, "_container"):
+            self._call("rm", "--force", self._name)
+            self._container.communicate()
+            self._errors.close()
+
+    def _built(self, task: HarborTask) -> str:
+        """Return the image of a task, and build it unless it exists."""
+        digest = _digest(task.environment)
+        tag = f"rlhf-harbor:{digest}"
+        # Other episodes of the task wait here.
+        with (Path(tempfile.gettempdir()) / f"rlhf-harbor-{digest}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._call("image", "inspect", tag).returncode != 0:
+                built = self._call("build", "--tag", tag, str(task.environment))
+                if built.returncode != 0:
+                    raise BadResult(f"could not build the image of {task.folder}: {_last_line(built.stdout)}")
+        return tag
+
+    def _exec(
+        self, command: tuple[str, ...], *options: str, timeout: float | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        return self._call("exec", *options, self._name, *command, timeout=timeout)
+
+    def _checked(self, command: str) -> None:
+        done = self._exec(("sh", "-c", command), "--user", "root")
+        if done.returncode != 0:
+            raise BadResult(f"could not prepare the tests: {_last_line(done.stdout)}")
+
+    def _call(self, *words: str, timeout: float | None = None) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [_PROGRAM, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+        )
+
+
+def task_class(text: str) -> type:
+    """Return the environment class of `docker?command_timeout=60`.
+
+    Raises:
+        BadResult: there is no such parameter, docker is not installed, or has no server. Completes "harbor:docker ...".
+    """
+    name, _, query = text.partition("?")
+    if name != _PROGRAM:
+        raise BadResult(f"is not harbor:{_PROGRAM}, the only place in which tasks run")
+    if shutil.which(_PROGRAM) is None:
+        raise BadResult(f"requires {_PROGRAM}, which is not installed")
+    try:
+        given = _DEFAULTS | parameters_of(f"harbor:{name}", query, _DEFAULTS)
+    except UsageError as error:
+        raise BadResult(f"is invalid: {error}") from error
+    tried = subprocess.run([_PROGRAM, "version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if tried.returncode != 0:
+        raise BadResult(f"cannot start containers: {_last_line(tried.stderr)}")
+    return type("HarborTask", (_Task,), given)
+
+
+def reward_of(text: str, name: str) -> float:
+    """Return the reward in a file of a task's tests: a number, or the entry `reward` or only entry of a JSON object.
+
+    Raises:
+        BadResult: there is no such number.
+    """
+    with contextlib.suppress(ValueError, TypeError):
+        value = json.loads(text) if name.endswith(".json") else text
+        if isinstance(value, dict):
+            value = value["reward"] if "reward" in value else next(iter(value.values())) if len(value) == 1 else None
+        if value is not None and not isinstance(value, bool):
+            return float(value)
+    raise BadResult(f"has a task whose tests wrote no number as a reward into {name}: {text.strip()[:100]!r}")
+
+
+def _digest(folder: Path) -> str:
+    """Hash the files of a folder with their names."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]

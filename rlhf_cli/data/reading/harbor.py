@@ -1,0 +1,153 @@
+"""Task folders of Harbor (0.26): `harbor:FOLDER` reads their instructions as rows.
+
+A task is a folder with task.toml, instruction.md, tests/test.sh, and environment/Dockerfile unless task.toml names an
+image. `agents/harbor.py` runs it. Parts of the format that change the result, and that it does not run, are errors.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.config.queries import HARBOR_PREFIX
+from rlhf_cli.data.reading.files import Table
+from rlhf_cli.errors import UsageError, first_line
+
+_CONFIG = "task.toml"
+_TEMPLATE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}", re.DOTALL)
+_UNSUPPORTED = {
+    "steps": "has several steps",
+    "environment.mcp_servers": "starts MCP servers",
+    "environment.healthcheck": "waits for a health check",
+    "environment.gpus": "requires GPUs",
+    "environment.tpu": "requires TPUs",
+    "verifier.environment": "runs its tests in a second container",
+    "verifier.collect": "collects files of other services",
+}
+"""Settings that are errors unless they are empty, with what the task does then."""
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task.
+
+    - `image`: name of a finished image, None to build `environment`.
+    - `options`: of `docker run`. `user`: who runs the model's commands, "" for the image's user.
+    - `verifier_options`: of `docker exec` for the tests.
+    """
+
+    folder: Path
+    instruction: str
+    image: str | None
+    options: tuple[str, ...]
+    user: str
+    verifier_options: tuple[str, ...]
+
+    @property
+    def environment(self) -> Path:
+        """Folder with the Dockerfile."""
+        return self.folder / "environment"
+
+    @property
+    def tests(self) -> Path:
+        """Folder with test.sh."""
+        return self.folder / "tests"
+
+
+def read_tasks(name: str) -> Table:
+    """Read the task in a folder, or all tasks in its subfolders, in the order of their names.
+
+    Raises:
+        UsageError: there is no task, or one has parts that are not supported.
+    """
+    root = Path(name.removeprefix(HARBOR_PREFIX)).expanduser()
+    folders = [root] if (root / _CONFIG).is_file() else sorted(path.parent for path in root.glob(f"*/{_CONFIG}"))
+    if not folders:
+        raise UsageError(f"{name}: neither the folder nor a folder in it has a {_CONFIG}")
+    rows = [_row(read_task(folder)) for folder in folders]
+    return Table(name, len(rows), lambda index: dict(rows[index]), lambda index: folders[index].name)
+
+
+def _row(task: HarborTask) -> dict[str, object]:
+    return {
+        "question": task.instruction,
+        "task": str(task.folder.resolve()),
+        "data_source": f"harbor/{task.folder.name}",
+    }
+
+
+def read_task(folder: Path) -> HarborTask:
+    """Read a task. Raises UsageError with the file if it is incomplete or not supported."""
+    path = folder / _CONFIG
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror or first_line(error)}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: {first_line(error)}") from error
+    environment, verifier = config.get("environment", {}), config.get("verifier", {})
+    _refuse(path, config, environment, verifier)
+    image = environment.get("docker_image")
+    for needed in ("tests/test.sh", *(() if image else ("environment/Dockerfile",))):
+        if not (folder / needed).is_file():
+            raise UsageError(f"{folder / needed}: there is no such file, which a task needs")
+    return HarborTask(
+        folder,
+        instruction,
+        image,
+        _run_options(path, environment),
+        str(config.get("agent", {}).get("user", "")),
+        (*_user(verifier), *_variables(path, verifier)),
+    )
+
+
+def _refuse(path: Path, config: Mapping[str, Any], environment: Mapping[str, Any], verifier: Mapping[str, Any]) -> None:
+    """Raise UsageError for parts of a task that are not supported."""
+    groups = {"": config, "environment": environment, "verifier": verifier}
+    for setting, action in _UNSUPPORTED.items():
+        group, _, name = setting.rpartition(".")
+        if groups[group].get(name):
+            raise UsageError(f"{path}: {setting} is not supported: the task {action}")
+    if str(environment.get("os", "linux")).lower() != "linux":
+        raise UsageError(f"{path}: environment.os must be linux")
+    if verifier.get("environment_mode", "shared") != "shared":
+        raise UsageError(f"{path}: verifier.environment_mode must be shared: one container per episode")
+    phases = [group.get("network_mode") for group in (config.get("agent", {}), verifier)]
+    if environment.get("network_mode", "public") not in ("public", "no-network") or any(phases):
+        raise UsageError(f"{path}: the network is public or no-network for the whole task (environment.network_mode)")
+    if any((path.parent / "environment" / f"docker-compose.{end}").exists() for end in ("yaml", "yml")):
+        raise UsageError(f"{path}: environment/docker-compose.yaml is not supported: one container per episode")
+
+
+def _run_options(path: Path, environment: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options of `docker run` for the limits, network and variables of a task."""
+    no_network = environment.get("network_mode") == "no-network" or environment.get("allow_internet") is False
+    limits = {"--cpus": environment.get("cpus"), "--workdir": environment.get("workdir")}
+    if (memory := environment.get("memory_mb")) is not None:
+        limits["--memory"] = f"{memory}m"
+    if no_network:
+        limits["--network"] = "none"
+    options = [word for name, value in limits.items() if value is not None for word in (name, str(value))]
+    return (*options, *_variables(path, environment))
+
+
+def _user(group: Mapping[str, Any]) -> tuple[str, ...]:
+    user = group.get("user")
+    return () if user is None else ("--user", str(user))
+
+
+def _variables(path: Path, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return `--env NAME=VALUE` options. `${NAME}` and `${NAME:-DEFAULT}` read this process's variables."""
+    options: list[str] = []
+    for name, value in group.get("env", {}).items():
+        found = _TEMPLATE.fullmatch(str(value))
+        text = str(value) if found is None else os.environ.get(found[1], found[2])
+        if text is None:
+            assert found is not None
+            raise UsageError(f"{path}: env.{name} needs the environment variable {found[1]}, which is not set")
+        options += ["--env", f"{name}={text}"]
+    return tuple(options)
