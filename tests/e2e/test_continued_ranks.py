@@ -8,7 +8,7 @@ from continued_ranks import ROUTES, STAGES, by_one
 from started_ranks import results_of, start_ranks
 from tiny_training import farthest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("group_of_one")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("group_of_one")]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from rlhf_cli.backends.roles.worker import RayWorker
 from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.errors import ProcessDied
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 NOTICED_SECONDS = 30.0

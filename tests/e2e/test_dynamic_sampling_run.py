@@ -14,7 +14,7 @@ from test_ppo import assert_nothing_left, assert_same_run, kill_driver, plain_me
 
 from rlhf_cli.runs.online.group_files import AHEAD, SURPLUS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_run_that_replaces_prompts_and_samples_ahead_is_continued_with_its_groups_and_its_best_model(tmp_path: Path):

@@ -98,6 +98,7 @@ def test_a_hybrid_model_is_pushed_to_the_engine_that_samples(kind, tiny_hybrid_d
     assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_with_images_trains_on_pairs_and_on_its_own_responses(reward_file, tmp_path):
     model = save_tiny_vision("qwen3_5", tmp_path / "model")
     images = [["a.png"], [], ["b.jpg", "a.png"], ["b.jpg"]]

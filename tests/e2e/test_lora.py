@@ -176,6 +176,7 @@ def answers_of(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_adapters_answer_on_one_engine_with_their_base_as_their_merged_models_do(place):
     merge(place / "ppo", place / "ppo_merged", "--param_dtype", "fp32")
     merge(place / "whole", place / "whole_in_fp32", "--param_dtype", "fp32")

@@ -12,7 +12,7 @@ from tiny_vision import save_tiny_vision
 
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 5
 KILLER = """

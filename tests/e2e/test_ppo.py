@@ -342,6 +342,7 @@ def endless_words(
     return [command, *words[1:]]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
     output = tmp_path / "impatient"
     process = rlhf(*endless_words("rloo", model, problems, output), start_new_session=True)
@@ -408,6 +409,7 @@ def assert_stopped_after_a_step(output: Path, printed: str) -> None:
     assert_nothing_left(output)
 
 
+@pytest.mark.slow
 def test_a_run_that_timeout_ends_with_its_whole_group_saves(tmp_path, model, problems):
     output = tmp_path / "timeout"
     words = endless_words("reinforce++", model, problems, output)

@@ -115,9 +115,8 @@ def kill_after_a_checkpoint(words: list[str], run: Path, environment: Mapping[st
         command.kill_with_children()
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param("rm", marks=pytest.mark.slow), "dpo", pytest.param("kto", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["rm", "dpo", "kto"])
 def test_two_killed_ranks_end_as_two_never_stopped(place, command):
     whole = place.whole(command)
     killed, more = place.folder / f"{command}_killed", f"{OPTIONS[command]} {RANKS} --save_steps 1"

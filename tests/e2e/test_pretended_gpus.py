@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "pretended_gpus.py"
 SHAPES = [[1], [2], [4], [8], [8, 8]]
@@ -62,7 +62,6 @@ def test_every_online_command_is_placed_on_simulated_gpus_and_one_starts(ray_fol
     assert_first_cuda_calls(found["started"]["README grpo ['2']"], 2)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # eight GPUs are 24 processes
 @pytest.mark.parametrize("line", ["README ppo 1", "gkd 2", "rloo 4", "grpo 8"])
 def test_other_commands_start_on_simulated_gpus(ray_folder, model, line):

@@ -125,6 +125,7 @@ def test_greedy_responses_of_the_transformers_engine_are_those_of_generate(folde
     assert [generation.token_ids for generation in generations] == greedy
 
 
+@pytest.mark.slow
 def test_vllm_answers_as_generate_does_and_has_the_trained_weights_after_pushes(
     file, plain, greedy, tmp_path, reward_file
 ):

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 NOTEBOOKS = REPOSITORY / "examples" / "notebooks"
 LEARN = [
-    page for page in sorted((REPOSITORY / "docs" / "learn").glob("*.md")) if "on the quickstart -->" in page.read_text()
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem == "grpo" else [])
+    for page in sorted((REPOSITORY / "docs" / "learn").glob("*.md"))
+    if "on the quickstart -->" in page.read_text()
 ]
 SEED = 1
 OTHERS = (
@@ -89,7 +91,7 @@ def test_notebooks_run_on_its_files(folder, tmp_path, path):
 
 
 @pytest.mark.usefixtures("output")
-@pytest.mark.parametrize("page", LEARN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LEARN)
 def test_blocks_of_learn_pages_run_on_its_files(folder, tmp_path, page):
     (tmp_path / "quickstart").symlink_to(folder)
     add_program(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from forked import run_rlhf
 from test_ppo import assert_nothing_left, plain_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NODES = Path(__file__).parents[1] / "helpers" / "nodes_of_one_machine.py"
 

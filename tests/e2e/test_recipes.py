@@ -123,6 +123,7 @@ def test_models_and_engines_share_one_machine(command, roles, model, judge, prob
     assert (output / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_code_is_run_and_graded(model, tmp_path):
     small = {"PROMPTS": "2", "GROUP": "2", "ITERATIONS": "1", "MAX_NEW_TOKENS": "6", "MAX_LEN": "400"}
     run("code_rl.sh", model, tmp_path, folder=tmp_path, **small | {"FLAGS": SMALL["FLAGS"]})

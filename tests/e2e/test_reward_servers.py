@@ -11,7 +11,7 @@ from forked import Command, started_rlhf
 from served_rewards import KEY, Served, serve
 from test_ppo import assert_nothing_left
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

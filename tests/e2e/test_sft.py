@@ -205,7 +205,9 @@ def finished(place: Place) -> Callable[[str], str]:
     return run
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(one, marks=pytest.mark.slow) if one == "deepspeed" else one for one in LAUNCHERS]
+)
 def test_every_launcher_trains_the_same_model(place, finished, launcher):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -325,7 +327,10 @@ def finish(place: Place, name: str, *, launcher: str) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "press"),
-    [("one process", lambda running: running.main.terminate()), ("num_processes", Running.press_ctrl_c)],
+    [
+        ("one process", lambda running: running.main.terminate()),
+        pytest.param("num_processes", Running.press_ctrl_c, marks=pytest.mark.slow),
+    ],
     ids=["one process SIGTERM", "num_processes SIGINT"],
 )
 def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, launcher, press):
@@ -381,7 +386,8 @@ LONG_STEP_ROWS = 256
 LONG_STEPS = ENDLESS | {"train_batch_size": str(LONG_STEP_ROWS), "micro_train_batch_size": "1", "zero_stage": "3"}
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("one process", marks=pytest.mark.slow), "num_processes"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["one process", "num_processes"])
 def test_a_second_ctrl_c_ends_at_once(place, launcher):
     name = place.new_name("twice")
     running = place.start(name, launcher, dataset=str(place.folder / "many.jsonl"), **LONG_STEPS)
@@ -397,8 +403,10 @@ def test_a_second_ctrl_c_ends_at_once(place, launcher):
 @pytest.mark.parametrize(
     ("launcher", "end"),
     [
-        ("num_processes", lambda running: running.main.kill()),
-        ("num_processes", lambda running: os.killpg(running.main.pid, signal.SIGHUP)),
+        pytest.param("num_processes", lambda running: running.main.kill(), marks=pytest.mark.slow),
+        pytest.param(
+            "num_processes", lambda running: os.killpg(running.main.pid, signal.SIGHUP), marks=pytest.mark.slow
+        ),
         ("deepspeed", lambda running: running.main.terminate()),
         ("torchrun", Running.press_ctrl_c),
     ],
@@ -422,6 +430,7 @@ def test_ctrl_c_while_ranks_are_starting_leaves_nothing(place):
     assert place.last_step(name) == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_from_all_ranks(place, tmp_path):
     mounted = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if subprocess.run(mounted, capture_output=True, check=False).returncode != 0:

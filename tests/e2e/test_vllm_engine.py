@@ -419,6 +419,7 @@ def same_bits(output, responses):
     return json.loads(output.read_text()) == [[[one.token_ids, one.logprobs] for one in batch] for batch in responses]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_once(model_dir, responses, tmp_path):
     output = tmp_path / "fresh.json"
     done = fresh_process(model_dir, output, "core")
@@ -427,6 +428,7 @@ def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_onc
     assert float(done.stdout.split("seconds")[1]) < 3
 
 
+@pytest.mark.slow
 def test_processes_end_with_a_killed_owner(model_dir, responses, tmp_path):
     output = tmp_path / "owner.json"
     done = fresh_process(model_dir, output, "owner")

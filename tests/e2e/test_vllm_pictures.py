@@ -17,6 +17,7 @@ from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
