@@ -6,7 +6,7 @@ INSTALLED := .venv/.complete
 demo: $(INSTALLED)
 	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
-# Minutes here; with CI=true also the end-to-end tests with real Ray, vLLM and DeepSpeed processes, 20 to 40 minutes more.
+# Minutes here; with CI=true also the shorter end-to-end tests with real Ray, vLLM and DeepSpeed processes, 10 minutes more.
 # Three files at a time, on two cores too, because tests wait for processes half of the time. In the order of their
 # names, which has the long end-to-end ones first; one thread each, as OpenMP's threads starve each other when there are
 # more of them than cores.
@@ -14,7 +14,7 @@ test: $(INSTALLED)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
 		--no-loadscope-reorder -m 'not gpu and not slow$(if $(CI),, and not e2e)' $(if $(CI),--durations 40) $(ARGS)
 
-# Learning runs and compiled models: many minutes, outside CI.
+# Learning runs, compiled models and the longer end-to-end tests: hours, weekly outside CI (.github/workflows/slow.yml).
 test-slow: $(INSTALLED)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 

@@ -279,7 +279,7 @@ def test_two_forms_of_output_are_refused(capsys):
     assert "set only one" in capsys.readouterr().err
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_part_of_the_program_works_here(capsys):
     assert cli.main(["doctor", "--json"]) == 0

@@ -40,7 +40,8 @@ def test_the_checked_calls_are_those_of_the_program():
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in environment_names()
 
 
-@pytest.mark.timeout(600)  # mypy reads two hundred modules: 20 CPU seconds without its cache
+@pytest.mark.slow  # mypy reads two hundred modules
+@pytest.mark.timeout(600)
 def test_calls_overrides_and_attributes_have_the_types_of_vllm(sources: Sources, tmp_path):
     cache = user_cache("tests") / "mypy" / sources.folder.name
     assert type_errors(sources, tmp_path, cache) == ""

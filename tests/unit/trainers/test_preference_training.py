@@ -108,8 +108,8 @@ def test_micro_batches_do_not_change_a_step(tiny_model_dir, name, stage):
     assert_same_steps(run_steps(tiny_model_dir, TASKS[name](), stage, Layout(max_tokens=40)), whole)
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(900)  # may compile DeepSpeed's optimizer
+@pytest.mark.slow  # compiles DeepSpeed's optimizer
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["rm", "dpo", "kto"])
 def test_an_optimizer_in_host_memory_takes_the_same_steps(tiny_model_dir, name, stage):
