@@ -19,8 +19,7 @@ class ModelSource(SettingsGroup):
     """Model"""
 
     pretrain: str
-    """Model to start from: a local folder, a GGUF file, a run directory, or a Hugging Face name. For
-    generate also a checkpoint or an adapter."""
+    """Model: a local folder, a GGUF file, a run directory, a checkpoint, an adapter, or a Hugging Face name."""
     tokenizer_chat_template: str | None = None
     """Chat template that replaces the tokenizer's: a Jinja file, or the template text."""
     trust_remote_code: bool = False
@@ -41,6 +40,8 @@ class ModelSource(SettingsGroup):
 class ModelConfig(ModelSource):
     """Model"""
 
+    pretrain: str
+    """Model to start from: a local folder, a GGUF file, a run directory, or a Hugging Face name."""
     attn_implementation: Literal[
         "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen", "sdpa", "eager"
     ] = "auto"
