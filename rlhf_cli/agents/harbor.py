@@ -8,11 +8,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import tempfile
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -39,7 +41,8 @@ class _Task:
         self._task = read_task(Path(task))
         image = self._task.image or self._built(self._task)
         self._name = f"rlhf-{uuid.uuid4().hex}"
-        command = [_PROGRAM, "run", "--rm", "--interactive", "--init", "--name", self._name, *self._task.options]
+        options = (*self._task.options, *_names(self._task.variables))
+        command = [_PROGRAM, "run", "--rm", "--interactive", "--init", "--name", self._name, *options]
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - as long as the container
         # `cat` ends at the end of its input, which this process holds.
         self._container = subprocess.Popen(
@@ -47,6 +50,7 @@ class _Task:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
+            env=os.environ | self._task.variables,
         )
         while self._exec(("true",)).returncode != 0:
             if self._container.poll() is not None:
@@ -60,9 +64,8 @@ class _Task:
         Args:
             command: command for bash.
         """
-        user = ("--user", self._task.user) if self._task.user else ()
         try:
-            done = self._exec(("bash", "-c", command), *user, timeout=self.command_timeout)
+            done = self._exec(("bash", "-c", command), user=self._task.user, timeout=self.command_timeout)
         except subprocess.TimeoutExpired:
             return f"Error: the command ran for more than {self.command_timeout:g} s."
         output = done.stdout
@@ -80,9 +83,9 @@ class _Task:
         self._checked(f"chmod +x {_TESTS}/test.sh")
         tests = f"{_TESTS}/test.sh > {_LOGS}/test-stdout.txt 2>&1"
         # Failed tests may end with any exit code.
-        self._exec(("bash", "-c", tests), *self._task.verifier_options)
+        self._exec(("bash", "-c", tests), user=self._task.verifier_user, variables=self._task.verifier_variables)
         for name in ("reward.json", "reward.txt"):
-            read = self._exec(("cat", f"{_LOGS}/{name}"), "--user", "root")
+            read = self._exec(("cat", f"{_LOGS}/{name}"), user="root")
             if read.returncode == 0:
                 return reward_of(read.stdout, name)
         raise BadResult(f"has a task whose tests wrote no reward: {self._task.folder}")
@@ -108,16 +111,24 @@ class _Task:
         return tag
 
     def _exec(
-        self, command: tuple[str, ...], *options: str, timeout: float | None = None
+        self,
+        command: tuple[str, ...],
+        *,
+        user: str = "",
+        variables: Mapping[str, str] | None = None,
+        timeout: float | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        return self._call("exec", *options, self._name, *command, timeout=timeout)
+        options = (*(("--user", user) if user else ()), *_names(variables or {}))
+        return self._call("exec", *options, self._name, *command, variables=variables, timeout=timeout)
 
     def _checked(self, command: str) -> None:
-        done = self._exec(("sh", "-c", command), "--user", "root")
+        done = self._exec(("sh", "-c", command), user="root")
         if done.returncode != 0:
             raise BadResult(f"could not prepare the tests: {_last_line(done.stdout)}")
 
-    def _call(self, *words: str, timeout: float | None = None) -> "subprocess.CompletedProcess[str]":
+    def _call(
+        self, *words: str, variables: Mapping[str, str] | None = None, timeout: float | None = None
+    ) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [_PROGRAM, *words],
             stdin=subprocess.DEVNULL,
@@ -126,6 +137,7 @@ class _Task:
             text=True,
             errors="replace",
             timeout=timeout,
+            env=os.environ | (variables or {}),
         )
 
 
@@ -163,6 +175,11 @@ def reward_of(text: str, name: str) -> float:
         if value is not None and not isinstance(value, bool):
             return float(value)
     raise BadResult(f"has a task whose tests wrote no number as a reward into {name}: {text.strip()[:100]!r}")
+
+
+def _names(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return options that pass variables on by name. Values may be keys, which the list of processes would show."""
+    return tuple(word for name in variables for word in ("--env", name))
 
 
 def _digest(folder: Path) -> str:

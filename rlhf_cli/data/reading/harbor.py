@@ -35,16 +35,18 @@ class HarborTask:
     """A task.
 
     - `image`: name of a finished image, None to build `environment`.
-    - `options`: of `docker run`. `user`: who runs the model's commands, "" for the image's user.
-    - `verifier_options`: of `docker exec` for the tests.
+    - `options`, `variables`: of `docker run`. `user`: who runs the model's commands, "" for the image's user.
+    - `verifier_user`, `verifier_variables`: of the tests.
     """
 
     folder: Path
     instruction: str
     image: str | None
     options: tuple[str, ...]
+    variables: Mapping[str, str]
     user: str
-    verifier_options: tuple[str, ...]
+    verifier_user: str
+    verifier_variables: Mapping[str, str]
 
     @property
     def environment(self) -> Path:
@@ -89,6 +91,9 @@ def read_task(folder: Path) -> HarborTask:
         raise UsageError(f"{error.filename}: {error.strerror or first_line(error)}") from error
     except ValueError as error:
         raise UsageError(f"{path}: {first_line(error)}") from error
+    for name in ("agent", "environment", "verifier"):
+        if not isinstance(config.get(name, {}), dict):
+            raise UsageError(f"{path}: {name} must be a table, as in [{name}]")
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     _refuse(path, config, environment, verifier)
     image = environment.get("docker_image")
@@ -99,9 +104,11 @@ def read_task(folder: Path) -> HarborTask:
         folder,
         instruction,
         image,
-        _run_options(path, environment),
+        _run_options(environment),
+        _variables(path, environment),
         str(config.get("agent", {}).get("user", "")),
-        (*_user(verifier), *_variables(path, verifier)),
+        str(verifier.get("user", "")),
+        _variables(path, verifier),
     )
 
 
@@ -123,31 +130,25 @@ def _refuse(path: Path, config: Mapping[str, Any], environment: Mapping[str, Any
         raise UsageError(f"{path}: environment/docker-compose.yaml is not supported: one container per episode")
 
 
-def _run_options(path: Path, environment: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the options of `docker run` for the limits, network and variables of a task."""
+def _run_options(environment: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options of `docker run` for the limits, network and working directory of a task."""
     no_network = environment.get("network_mode") == "no-network" or environment.get("allow_internet") is False
     limits = {"--cpus": environment.get("cpus"), "--workdir": environment.get("workdir")}
     if (memory := environment.get("memory_mb")) is not None:
         limits["--memory"] = f"{memory}m"
     if no_network:
         limits["--network"] = "none"
-    options = [word for name, value in limits.items() if value is not None for word in (name, str(value))]
-    return (*options, *_variables(path, environment))
+    return tuple(word for name, value in limits.items() if value is not None for word in (name, str(value)))
 
 
-def _user(group: Mapping[str, Any]) -> tuple[str, ...]:
-    user = group.get("user")
-    return () if user is None else ("--user", str(user))
-
-
-def _variables(path: Path, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return `--env NAME=VALUE` options. `${NAME}` and `${NAME:-DEFAULT}` read this process's variables."""
-    options: list[str] = []
+def _variables(path: Path, group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables of a group. `${NAME}` and `${NAME:-DEFAULT}` read this process's variables."""
+    variables: dict[str, str] = {}
     for name, value in group.get("env", {}).items():
         found = _TEMPLATE.fullmatch(str(value))
         text = str(value) if found is None else os.environ.get(found[1], found[2])
         if text is None:
             assert found is not None
             raise UsageError(f"{path}: env.{name} needs the environment variable {found[1]}, which is not set")
-        options += ["--env", f"{name}={text}"]
-    return tuple(options)
+        variables[name] = text
+    return variables

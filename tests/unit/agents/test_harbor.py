@@ -65,17 +65,14 @@ match words:
         server = f"import shutil, sys; sys.stdin.read(); shutil.rmtree({{str(root)!r}}, ignore_errors=True)"
         subprocess.run([sys.executable, "-c", server], start_new_session=True)
     case ["exec", *others]:
-        variables = dict(os.environ)
         while others[0].startswith("--"):
-            if others[0] == "--env":
-                variables.update([others[1].split("=", 1)])
             others = others[2:]
         name, *command = others
         root = state / name
         if not (root / "app").exists():
             sys.exit(1)
         command = [moved(word, root) for word in command]
-        sys.exit(subprocess.run(command, cwd=root / "app", env=variables).returncode)
+        sys.exit(subprocess.run(command, cwd=root / "app").returncode)
     case ["cp", source, target]:
         name, _, folder = target.partition(":")
         shutil.copytree(source, f"{{state}}/{{name}}{{folder}}")
@@ -177,8 +174,8 @@ def test_limits_users_and_variables_become_options(tmp_path: Path, monkeypatch: 
     )
     assert task.image == "python:3.12"
     limits = ("--cpus", "2", "--workdir", "/work", "--memory", "512m", "--network", "none")
-    assert task.options == (*limits, "--env", "ANSWER=yes", "--env", "PLAIN=a b")
-    assert (task.user, task.verifier_options) == ("worker", ("--user", "0", "--env", "LEVEL=2"))
+    assert (task.options, task.variables) == (limits, {"ANSWER": "yes", "PLAIN": "a b"})
+    assert (task.user, task.verifier_user, task.verifier_variables) == ("worker", "0", {"LEVEL": "2"})
 
 
 @pytest.mark.parametrize(
@@ -191,6 +188,7 @@ def test_limits_users_and_variables_become_options(tmp_path: Path, monkeypatch: 
         ("[environment]\nnetwork_mode = 'allowlist'", "the network is public or no-network"),
         ("[environment]\nenv = { A = '${NO_SUCH_VARIABLE}' }", "needs the environment variable NO_SUCH_VARIABLE"),
         ("[environment", "task.toml: Expected ']'"),
+        ("environment = 3", r"task.toml: environment must be a table, as in \[environment\]"),
     ],
 )
 def test_tasks_that_would_run_differently_are_refused(tmp_path: Path, config: str, message: str) -> None:
@@ -251,6 +249,9 @@ def test_the_model_runs_commands_and_the_tests_reward_the_result(
     assert ask(played, 1, run("mkdir -p /logs/verifier; echo 9 > /logs/verifier/reward.json")).failure is None
     assert ask(played, 0, Finish()) == Reply(reward=1.0, is_done=True)
     assert ask(played, 1, Finish()) == Reply(reward=0.25, is_done=True)
+    # Variables are passed on by name, and their values are in no list of processes.
+    tests = next(words for words in commands(docker) if "--env" in words)
+    assert tests[:3] == ["exec", "--env", "EXPECTED"]
     # Both episodes share one image.
     assert [words[0] for words in commands(docker)].count("build") == 1
     played.close()
@@ -291,10 +292,10 @@ def test_the_kind_and_the_identity() -> None:
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
 def test_the_real_program_has_all_options() -> None:
-    limits = ["--cpus", "2", "--workdir", "/w", "--memory", "512m", "--network", "none", "--env", "A=b"]
+    limits = ["--cpus", "2", "--workdir", "/w", "--memory", "512m", "--network", "none", "--env", "A"]
     for words in (
         ["run", "--rm", "--interactive", "--init", "--name", "n", *limits, "--entrypoint", "cat"],
-        ["exec", "--user", "root", "--env", "A=b"],
+        ["exec", "--user", "root", "--env", "A"],
         ["build", "--tag", "rlhf-harbor:a"],
         ["rm", "--force"],
     ):
@@ -309,4 +310,4 @@ def test_the_packages_own_task_is_read() -> None:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     task = read_task(Path(spec.submodule_search_locations[0]) / "cli" / "template-task")
-    assert (task.image, task.options, task.user, task.verifier_options) == (None, (), "", ())
+    assert (task.image, task.options, task.user, task.verifier_variables) == (None, (), "", {})
