@@ -3,20 +3,29 @@
 from pydantic import model_validator
 
 from rlhf_cli.commands.inference import OF_TRAINING, InferenceConfig
-from rlhf_cli.config.evaluation import EvaluatedModelConfig, StatisticsConfig
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig, StatisticsConfig, TasksConfig
 from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.rollout import SamplingConfig
+from rlhf_cli.config.rollout import EngineConfig, SamplingConfig
+
+_WITH_TASKS = {"max_len", "seed", "output", "overwrite", *EngineConfig.model_fields} - {"vllm_num_engines"}
+"""Settings that also apply to benchmark tasks, besides those of the model."""
 
 
 class EvalConfig(InferenceConfig):
-    """Evaluate models on prompts with labels: accuracy, pass@k and majority votes, with confidence intervals."""
+    """Evaluate models on prompts with labels: accuracy, pass@k and majority votes, with confidence intervals.
+
+    With --tasks, run the tasks of lm-evaluation-harness or Inspect instead.
+    """
 
     unsupported = OF_TRAINING | {"reward.prm_weight", "out.select", "out.min_score"}
     makes_figures = True
 
     model: EvaluatedModelConfig
+    prompts: PromptConfig = PromptConfig(prompt_data="")
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     statistics: StatisticsConfig = StatisticsConfig()
+    benchmark: TasksConfig = TasksConfig()
 
     @property
     def ks(self) -> list[int]:
@@ -25,7 +34,25 @@ class EvalConfig(InferenceConfig):
         return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
 
     @model_validator(mode="after")
+    def _check_tasks(self) -> "EvalConfig":
+        if self.benchmark.tasks is None:
+            if not self.prompts.prompt_data:
+                raise ValueError("no prompts: set --prompt_data, or --tasks for benchmark tasks")
+            return self
+        # The package reads its own prompts, samples as its tasks say, and scores the responses.
+        # Not the groups of a subclass, such as a plan.
+        for group, field in EvalConfig.model_fields.items():
+            names = () if group in ("model", "benchmark") else self.supported(group)
+            settings, defaults = getattr(self, group), field.default
+            changed = [name for name in names if getattr(settings, name) != getattr(defaults, name)]
+            if useless := next((name for name in changed if name not in _WITH_TASKS), None):
+                raise ValueError(f"{useless} has no effect on tasks, which {self.benchmark.harness} samples and scores")
+        return self
+
+    @model_validator(mode="after")
     def _check_reward(self) -> "EvalConfig":
+        if self.benchmark.tasks is not None:
+            return self
         if not self.reward.is_given:
             names = ", ".join(REWARDS)
             raise ValueError(

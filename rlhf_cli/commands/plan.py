@@ -58,9 +58,14 @@ def planned_class(name: str) -> type[CommandConfig]:
 
 def _placeholders(base: type[CommandConfig], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of settings that a plan cannot read from data, which may be missing: paths, reward, images."""
+    # The package of benchmark tasks reads prompts of its own.
+    if given.get("tasks"):
+        return {}
     flags = flags_of(base).values()
     values: dict[str, Any] = {
-        flag.name: _UNKNOWN for flag in flags if flag.required and not flag.name.endswith("pretrain")
+        flag.name: _UNKNOWN
+        for flag in flags
+        if (flag.required and not flag.name.endswith("pretrain")) or flag.name == "prompt_data"
     }
     names = {flag.name for flag in flags}
     if "reward_funcs" in names and not any(given.get(name) for name in _SCORERS):

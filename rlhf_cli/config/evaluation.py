@@ -1,6 +1,8 @@
 """Settings for evaluation: models, scoring and output, and evaluation during online training."""
 
+import shlex
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -50,6 +52,52 @@ class StatisticsConfig(SettingsGroup):
         if len(set(self.k)) < len(self.k):
             raise ValueError("k lists a number twice")
         return self
+
+
+HARNESSES = {"lm_eval": "lm_eval", "inspect": "inspect_ai"}
+"""Modules of the evaluation packages that `tasks` can name: lm-evaluation-harness and Inspect."""
+
+
+class TasksConfig(SettingsGroup):
+    """Benchmark tasks"""
+
+    tasks: str | None = None
+    """Tasks of an evaluation package, which replace --prompt_data: lm_eval:gsm8k,arc_easy (lm-evaluation-harness) or
+    inspect:FILE.py (Inspect; also inspect:inspect_evals/gsm8k).
+    """
+    tasks_args: Annotated[str, Needs("tasks")] = ""
+    """More arguments of `lm_eval run` or `inspect eval`, such as "--num_fewshot 5 --limit 100"."""
+
+    @property
+    def harness(self) -> str:
+        """Name of the package: a key of HARNESSES."""
+        return str(self.tasks).partition(":")[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tasks."""
+        return [name.strip() for name in str(self.tasks).partition(":")[2].split(",") if name.strip()]
+
+    @property
+    def words(self) -> list[str]:
+        """Additional arguments."""
+        return shlex.split(self.tasks_args)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "TasksConfig":
+        if self.tasks is not None and (self.harness not in HARNESSES or not self.names):
+            raise ValueError(f"tasks {self.tasks!r}: must be lm_eval:TASK,... or inspect:FILE.py,...")
+        try:
+            decided = next((word for word in self.words if word.split("=")[0] in _OF_THIS_PROGRAM), None)
+        except ValueError as error:
+            raise ValueError(f"tasks_args {self.tasks_args!r}: {error}") from None
+        if decided is not None:
+            raise ValueError(f"tasks_args: this program sets {decided}; remove it")
+        return self
+
+
+_OF_THIS_PROGRAM = {"--model", "-M", "--tasks", "--output_path", "--log_samples", "--log-dir", "--log-format"}
+"""Arguments of the packages that select model, tasks and output."""
 
 
 class EvaluationConfig(SettingsGroup):

