@@ -87,6 +87,27 @@ def best_over_second(scores_B: Tensor, groups_B: Tensor, *, scale: float | None 
     return torch.where(is_best_B, lead_G[group_B], 0.0).to(scores_B.dtype)
 
 
+def best_and_worst(scores_B: Tensor, groups_B: Tensor, *, among_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 for the best response in each group, -1 for the worst and 0 for the others, float64, and group numbers.
+
+    Only responses of `among_B` (bool) are compared; of equal ones, the first is taken. A group of equal scores has
+    only zeros.
+    """
+    group_B = _numbered(groups_B)
+    scores, order_B = scores_B.double(), torch.arange(len(scores_B), dtype=torch.float64)
+    signs_B = torch.zeros(len(scores_B), dtype=torch.float64)
+    lowest = scores.masked_fill(~among_B, torch.inf)
+    highest = scores.masked_fill(~among_B, -torch.inf)
+    least_G, most_G = _extreme(lowest, group_B, "amin"), _extreme(highest, group_B, "amax")
+    pairs = zip(least_G.tolist(), most_G.tolist(), strict=True)
+    differs_G = torch.tensor([low < high and not is_alike(low, high) for low, high in pairs], dtype=torch.bool)
+    for sign, values, extreme_G in ((1.0, highest, most_G), (-1.0, lowest, least_G)):
+        is_extreme_B = (values == extreme_G[group_B]) & differs_G[group_B]
+        first_G = _extreme(order_B.masked_fill(~is_extreme_B, torch.inf), group_B, "amin")
+        signs_B[is_extreme_B & (order_B == first_G[group_B])] = sign
+    return signs_B, group_B
+
+
 def _numbered(groups_B: Tensor) -> Tensor:
     """Renumber the groups from 0 without gaps."""
     # bincount and scatter allocate up to the largest ID, and callers may pass any IDs.

@@ -30,6 +30,13 @@ PRESETS: dict[str, dict[str, object]] = {
     "gmpo": {"policy_loss": "gmpo", "init_kl_coef": 0.0, **DEFAULTS_OF_LOSS["gmpo"]},
     "vespo": {"policy_loss": "vespo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "luspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, "eps_clip_low_high": (3e-4, 4e-4)},
+    "online_dpo": {
+        "advantage": "dpo",
+        "init_kl_coef": 0.1,
+        "use_kl_loss": False,
+        "kl_estimator": "k1",
+        "loss_agg": "seq_sum_norm",
+    },
 }
 """Hyperparameters from the papers, without batch sizes and lengths."""
 
@@ -41,8 +48,9 @@ class GroupPolicyConfig(PolicyConfig):
     """Defaults from a paper for loss, aggregation, clipping, KL and length penalty. Explicit settings take precedence;
     with use_kl_loss, init_kl_coef keeps its default.
     """
-    advantage: Literal["group", "gigpo", "passk", "maxrl"] = "group"
-    """group: reward minus the prompt's mean reward. gigpo: for episodes, group plus the same for each turn, compared
+    advantage: Literal["group", "dpo", "gigpo", "passk", "maxrl"] = "group"
+    """group: reward minus the prompt's mean reward. dpo: gradient of the DPO loss on the best and the worst response,
+    with init_kl_coef as beta (preset online_dpo). gigpo: for episodes, group plus the same for each turn, compared
     with turns that follow the same observation. passk: best minus second-best reward, 0 for the others. maxrl: reward
     minus the prompt's mean, divided by the mean, for rewards that are not negative.
     """
@@ -65,6 +73,20 @@ class GroupPolicyConfig(PolicyConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_dpo(self) -> "GroupPolicyConfig":
+        if self.advantage != "dpo":
+            return self
+        # The penalty in the reward is beta times the log-ratio, from which the margin is computed.
+        if self.use_kl_loss or self.kl_estimator != "k1" or not self.init_kl_coef:
+            raise ValueError(
+                "advantage dpo reads beta and the log-ratios from the KL penalty in the reward: set preset online_dpo, "
+                "or no_use_kl_loss, kl_estimator k1 and init_kl_coef above 0"
+            )
+        if self.kl_target is not None:
+            raise ValueError("advantage dpo has a constant beta (init_kl_coef): leave out kl_target")
+        return self
+
+    @model_validator(mode="after")
     def _check_aggregate(self) -> "GroupPolicyConfig":
         if self.aggregate == "sum_then_normalize":
             return self
@@ -80,7 +102,8 @@ class GroupPolicyConfig(PolicyConfig):
         """Name of the estimator for these settings."""
         if self.aggregate == "normalize_then_sum":
             return "gdpo"
-        return {"passk": "grpo_passk", "maxrl": "grpo_maxrl", "gigpo": "gigpo"}.get(self.advantage, "grpo")
+        names = {"passk": "grpo_passk", "maxrl": "grpo_maxrl", "dpo": "grpo_dpo", "gigpo": "gigpo"}
+        return names.get(self.advantage, "grpo")
 
 
 def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
@@ -122,6 +145,33 @@ def passk(experience: Experience, _: object) -> Advantages:
 
     advantages_B = best_over_second(experience.rewards_B, experience.groups_B, scale=experience.scale)
     return Advantages(per_response_B=advantages_B)
+
+
+def dpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
+    """Return `beta sigmoid(-beta d)` for the best response in a group, minus that for the worst, and 0 for the others.
+
+    `d` is the log-ratio of policy to reference of the best response, less that of the worst. With the sum over tokens
+    as loss, the first update has the gradient of the DPO loss (arXiv 2305.18290, eq. 7) on these pairs (online DPO,
+    arXiv 2402.04792).
+    """
+    import torch
+
+    from rlhf_cli.algorithms.groups import best_and_worst
+    from rlhf_cli.algorithms.ragged import segment_lengths
+
+    assert experience.scores_B is not None, "there are no rewards"
+    signs_B, pairs_B = best_and_worst(experience.scores_B, experience.groups_B, among_B=experience.trained_B)
+    # k1 in the reward is beta times the log-ratio; a response without tokens has none.
+    ratios_B = (experience.scores_B - experience.rewards_B).where(segment_lengths(experience.cu) > 0, 0.0).double()
+    margins_P = torch.bincount(pairs_B, weights=signs_B * ratios_B)
+    weights_B = settings.init_kl_coef * torch.sigmoid(-margins_P)[pairs_B]
+    in_pairs_P = torch.bincount(pairs_B, weights=signs_B.abs()) > 0
+    metrics = {}
+    if bool(in_pairs_P.any()):
+        found_P = margins_P[in_pairs_P]
+        metrics["pair_loss"] = float(-torch.nn.functional.logsigmoid(found_P).mean())
+        metrics["pair_accuracy"] = float((found_P > 0).double().mean())
+    return Advantages(per_response_B=signs_B * weights_B, metrics=metrics)
 
 
 def gdpo(experience: Experience, _: object) -> Advantages:
@@ -185,6 +235,22 @@ def passk_formula(experience: Experience, settings: object, sample: int, token: 
     ]
 
 
+def dpo_formula(experience: Experience, settings: GroupPolicyConfig, sample: int, token: int) -> list[str]:
+    """Return the formula of `dpo` with numbers."""
+    from rlhf_cli.algorithms.formulas import group_of, number, shown_group
+
+    assert experience.scores_B is not None
+    scores, place = group_of(experience.scores_B, experience.groups_B, sample)
+    found = dpo(experience, settings).per_response_B
+    assert found is not None
+    return [
+        shown_group(scores, place),
+        "A = beta sigmoid(-beta d) for the best response, minus that for the worst, 0 for the rest; beta "
+        f"{number(settings.init_kl_coef)}: here {number(float(found[sample]))}",
+        "online DPO, arXiv 2402.04792",
+    ]
+
+
 def gdpo_formula(experience: Experience, settings: object, sample: int, token: int) -> list[str]:
     """Return the formula of `gdpo` with numbers."""
     from rlhf_cli.algorithms.formulas import normalised_formula, number
@@ -202,4 +268,5 @@ def gdpo_formula(experience: Experience, settings: object, sample: int, token: i
 GRPO = Estimator("grpo", grpo, min_group=2, steps="groups", formula=grpo_formula)
 GRPO_MAXRL = Estimator("grpo_maxrl", maxrl, min_group=2, formula=maxrl_formula)
 GRPO_PASSK = Estimator("grpo_passk", passk, min_group=2, formula=passk_formula)
+GRPO_DPO = Estimator("grpo_dpo", dpo, min_group=2, formula=dpo_formula)
 GDPO = Estimator("gdpo", gdpo, min_group=2, rewards_apart=True, formula=gdpo_formula)

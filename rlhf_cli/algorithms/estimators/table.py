@@ -7,12 +7,13 @@ computes advantages. Each command's defaults select a row; the KL placement and 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.gae import PPO
 from rlhf_cli.algorithms.estimators.gigpo import GIGPO
-from rlhf_cli.algorithms.estimators.group import GDPO, GRPO, GRPO_MAXRL, GRPO_PASSK
+from rlhf_cli.algorithms.estimators.group import GDPO, GRPO, GRPO_DPO, GRPO_MAXRL, GRPO_PASSK
 from rlhf_cli.algorithms.estimators.reinforce import REINFORCE, REINFORCE_GROUP
 from rlhf_cli.algorithms.estimators.remax import REMAX
 from rlhf_cli.algorithms.estimators.rloo import RLOO
 
 # The run identity stores the name: renaming an estimator makes its existing checkpoints refuse to resume.
-ROWS = (PPO, REINFORCE, REINFORCE_GROUP, GRPO, GRPO_PASSK, GRPO_MAXRL, GDPO, GIGPO, RLOO, REMAX, Estimator("gkd"))
+_GROUP = (GRPO, GRPO_PASSK, GRPO_MAXRL, GRPO_DPO, GDPO, GIGPO)
+ROWS = (PPO, REINFORCE, REINFORCE_GROUP, *_GROUP, RLOO, REMAX, Estimator("gkd"))
 
 ESTIMATORS = {row.name: row for row in ROWS}

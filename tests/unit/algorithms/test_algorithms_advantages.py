@@ -11,7 +11,7 @@ from extending_page import page_code
 from rlhf_cli.algorithms.advantages import adaptive_lambdas, compute_advantages, gae, step_advantages, whiten
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig, ppo
-from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig, dpo
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
@@ -269,6 +269,64 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
 )
 def test_rows_without_a_critic_by_hand(name, settings, expected) -> None:
     assert advantages(name, settings) == expected
+
+
+def dpo_experience(log_ratios: list[list[float]], scores: list[float], groups: list[int]) -> Experience:
+    """Return an experience with the KL penalty 0.1 * log-ratio in the rewards of the tokens."""
+    scores_B, lengths = torch.tensor(scores, dtype=torch.float64), torch.tensor([len(one) for one in log_ratios])
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    kl_N = torch.tensor([ratio for one in log_ratios for ratio in one], dtype=torch.float64)
+    return Experience(
+        shaped_N=token_rewards(scores_B, kl_N, cu, kl_coef=0.1),
+        parts=(),
+        values_N=None,
+        bootstrap_B=None,
+        cu=cu,
+        groups_B=torch.tensor(groups),
+        trained_B=torch.ones(len(scores), dtype=torch.bool),
+        greedy_B=None,
+        scores_B=scores_B,
+    )
+
+
+def online_dpo(experience: Experience) -> tuple[list[float], dict[str, float]]:
+    """Return the advantage of each response, and the metrics."""
+    found = dpo(experience, GroupPolicyConfig(advantage="dpo", init_kl_coef=0.1))
+    assert found.per_response_B is not None
+    return found.per_response_B.tolist(), dict(found.metrics)
+
+
+def test_online_dpo_by_hand() -> None:
+    # Best: the third response, log-ratio 2; worst: the first, log-ratio -1; beta d = 0.3. The last group is alike.
+    experience = dpo_experience([[1.0, -2.0], [5.0], [2.0], [0.5], [0.5]], [0.0, 0.5, 1.0, 3.0, 3.0], [4, 4, 4, 1, 1])
+    found, metrics = online_dpo(experience)
+    weight = 0.1 / (1 + math.exp(0.3))
+    assert found == pytest.approx([-weight, 0.0, weight, 0.0, 0.0])
+    assert metrics == pytest.approx({"pair_loss": math.log(1 + math.exp(-0.3)), "pair_accuracy": 1.0})
+    # A response that is not trained on is in no pair, here the best: beta d = 0.1 * (5 + 1).
+    left = replace(experience, trained_B=torch.tensor([True, True, False, True, True]))
+    weight = 0.1 / (1 + math.exp(0.6))
+    assert online_dpo(left)[0] == pytest.approx([-weight, weight, 0.0, 0.0, 0.0])
+    assert online_dpo(replace(experience, scores_B=torch.ones(5).double())) == ([0.0] * 5, {})
+
+
+def test_the_gradient_of_online_dpo_is_that_of_the_dpo_loss() -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths, scores = [3, 2, 4, 1, 2, 3], [0.2, 0.9, 0.9, 0.5, -1.0, 2.0]
+    policy = [torch.randn(n, generator=generator, dtype=torch.float64).requires_grad_() for n in lengths]
+    reference = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+    ratios = [(own.detach() - other).tolist() for own, other in zip(policy, reference, strict=True)]
+    found, metrics = online_dpo(dpo_experience(ratios, scores, [0, 0, 0, 1, 1, 1]))
+    # The policy loss on-policy: the ratio is 1, and only its gradient counts.
+    loss = -sum(a * own.sum() for a, own in zip(found, policy, strict=True))
+    gradients = torch.autograd.grad(loss, policy)
+    # Of equal scores, the first is the best.
+    margins = [(policy[c] - reference[c]).sum() - (policy[r] - reference[r]).sum() for c, r in ((1, 0), (5, 4))]
+    losses = [-torch.nn.functional.logsigmoid(0.1 * margin) for margin in margins]
+    expected = torch.autograd.grad(sum(losses), policy, allow_unused=True)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if wanted is None else wanted)
+    assert metrics["pair_loss"] == pytest.approx(float(sum(losses)) / 2)
 
 
 def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() -> None:

@@ -86,6 +86,7 @@ def test_a_command_names_its_estimator_in_the_table_of_commands(command):
         ("gmpo", ("gmpo", None, "seq_mean", 0.0, "group", None)),
         ("luspo", ("gspo", [0.0003, 0.0004], "token_mean", 0.0, "group", None)),
         ("vespo", ("vespo", None, "token_mean", 0.0, "group", None)),
+        ("online_dpo", ("clip", None, "seq_sum_norm", 0.1, "group", None)),
     ],
 )
 def test_presets_show_in_the_resolved_settings(preset, expected, tmp_path):
@@ -140,7 +141,7 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         (
             "grpo",
             {"preset": "dpo"},
-            "must be dr_grpo, dapo, gspo, cispo, sapo, dppo, gmpo, vespo or luspo",
+            "must be dr_grpo, dapo, gspo, cispo, sapo, dppo, gmpo, vespo, luspo or online_dpo",
         ),
         ("grpo", {"kl_estimator": "k1"}, "k1 in the loss has a gradient with zero expectation"),
         ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient with zero expectation"),
@@ -149,6 +150,9 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"advantage": "maxrl", "advantage_std": "batch"}, "does not support advantage_std batch"),
         ("grpo", {"advantage": "gigpo"}, "set --environment or --agent_command"),
         ("grpo", {"advantage": "gigpo", "advantage_std": "batch"}, "does not support advantage_std batch"),
+        ("grpo", {"advantage": "dpo"}, "reads beta and the log-ratios from the KL penalty in the reward: set preset"),
+        ("grpo", {"preset": "online_dpo", "init_kl_coef": "0"}, "init_kl_coef above 0"),
+        ("grpo", {"preset": "online_dpo", "kl_target": "6"}, "leave out kl_target"),
         ("grpo", {"policy_loss": "dppo_tv", "dppo_delta_low_high": [0.2, 0]}, "both must be above 0"),
         ("grpo", {"dppo_delta_low_high": [0.2, 0.2]}, "needs --policy_loss dppo_tv or dppo_kl"),
         ("grpo", {"policy_loss": "vespo", "vespo_k": ["0", "1"]}, "vespo_k and vespo_lambda: all must be above 0"),

@@ -250,6 +250,7 @@ BY_ESTIMATOR: list[tuple[str, str, dict[str, str]]] = [
     ("grpo", "grpo", {}),
     ("grpo", "grpo_passk", {"advantage": "passk"}),
     ("grpo", "grpo_maxrl", {"advantage": "maxrl"}),
+    ("grpo", "grpo_dpo", {"advantage": "dpo", "use_kl_loss": "false", "kl_estimator": "k1"}),
     ("grpo", "gdpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "true", "kl_estimator": "k3"}),
     ("grpo", "gigpo", {"advantage": "gigpo", "environment": "game.py", "reward_funcs": "exact"}),
     ("rloo", "rloo", {}),
