@@ -27,6 +27,7 @@ _USAGE = 2
 
 def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Build the default engine arguments, without the user's `--vllm_args`."""
+    is_ahead = not on_cpu and _can_schedule_ahead(settings)
     return {
         "model": model_path,
         # Requests are token IDs. Only images need the model's processor, which includes the tokenizer.
@@ -47,13 +48,25 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
         "generation_config": "vllm",
         "disable_log_stats": True,
         "worker_extension_cls": f"{_WORKER_MODULE}.WorkerExtension",
-        "scheduler_cls": f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
+        "scheduler_cls": f"{_SCHEDULER_MODULE}.{'AsyncStoppingScheduler' if is_ahead else 'StoppingScheduler'}",
+        # Explicit, because it must match `scheduler_cls`.
+        "async_scheduling": is_ahead,
         "weight_transfer_config": {"backend": f"rlhf_{settings.sync_backend}"},
         **({"enable_return_routed_experts": True} if settings.record_routed_experts else {}),
         **_adapter_arguments(settings),
         **_picture_arguments(settings, on_cpu=on_cpu),
         **_device_arguments(settings, on_cpu=on_cpu),
     }
+
+
+def _can_schedule_ahead(settings: EngineSettings) -> bool:
+    """Return whether vLLM can schedule a step while the previous one runs, which drafts from text do not allow."""
+    speculative = settings.vllm_args.get("speculative_config")
+    return not isinstance(speculative, Mapping) or speculative.get("method") not in _DRAFTS_FROM_TEXT
+
+
+_DRAFTS_FROM_TEXT = ("ngram", "suffix")
+"""Speculative methods that search the text so far on the host."""
 
 
 def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:
@@ -89,8 +102,6 @@ def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, ob
     # On a GPU, vLLM selects them for the card.
     if on_cpu:
         return {
-            # Explicit, because it must match `scheduler_cls`.
-            "async_scheduling": False,
             # The CPU engine crashes on chunked prefill with per-request seeds.
             "enable_chunked_prefill": False,
             # Without chunked prefill, a step must fit the longest prompt.
@@ -98,19 +109,27 @@ def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, ob
             "max_num_seqs": settings.max_num_seqs,
         }
     return {
-        "async_scheduling": True,
         "enable_sleep_mode": settings.enable_sleep,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
     }
 
 
-def check_vllm_args(config: EngineConfig, *, backend: str) -> None:
-    """Raise UsageError for invalid `--vllm_args`, or if the backend is not vLLM."""
+def check_vllm_args(config: EngineConfig, *, backend: str, on_cpu: bool, min_p: float = 0.0) -> None:
+    """Raise UsageError for invalid `--vllm_args`, or if the backend is not vLLM.
+
+    `min_p` is the sampling setting that vLLM does not support with speculative decoding.
+    """
     given = config.engine_arguments
     if not given:
         return
     if backend != "vllm":
         raise UsageError(f"--vllm_args requires vLLM, not --rollout_backend {backend}")
+    if "speculative_config" in given and on_cpu:
+        raise UsageError(
+            "--vllm_args speculative_config: vLLM on a CPU returns wrong log-probs and ignores seeds with it; remove it"
+        )
+    if "speculative_config" in given and min_p:
+        raise UsageError(f"--vllm_args speculative_config: vLLM does not support it with --min_p {min_p:g}")
     # Names first, from vLLM's source: this takes milliseconds, while the check with vLLM's parser takes seconds.
     for name in given:
         _check_name(name, argument_names())

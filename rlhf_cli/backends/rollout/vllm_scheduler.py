@@ -5,6 +5,9 @@ rounding of the other requests. Here, a response ends at the token that complete
 imports this module in the engine core.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,8 +28,8 @@ class StoppingScheduler(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> _Update:
-        update = super()._update_request_with_output(request, new_token_ids, is_stale)
-        return _ended_at_stop_strings(request, update, self.vllm_config)
+        update = partial(super()._update_request_with_output, is_stale=is_stale)
+        return _ended_at_stop_strings(update, request, new_token_ids, self.vllm_config)
 
 
 class AsyncStoppingScheduler(AsyncScheduler):
@@ -35,22 +38,33 @@ class AsyncStoppingScheduler(AsyncScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> _Update:
-        update = super()._update_request_with_output(request, new_token_ids, is_stale)
-        return _ended_at_stop_strings(request, update, self.vllm_config)
+        update = partial(super()._update_request_with_output, is_stale=is_stale)
+        return _ended_at_stop_strings(update, request, new_token_ids, self.vllm_config)
 
 
-def _ended_at_stop_strings(request: Request, update: _Update, config: VllmConfig) -> _Update:
-    new_token_ids, _ = update
+def _ended_at_stop_strings(
+    update: Callable[[Request, list[int]], _Update], request: Request, new_token_ids: list[int], config: VllmConfig
+) -> _Update:
     assert request.sampling_params is not None, "the engine only generates"
     texts = (request.sampling_params.extra_args or {}).get(STOP)
-    if not texts or not new_token_ids or request.status == RequestStatus.FINISHED_STOPPED:
-        return update
-    # Without speculative decoding, each step adds one token, so no token after the stop string needs trimming.
-    assert len(new_token_ids) == 1, "speculative decoding is not supported"
+    if not texts:
+        return update(request, new_token_ids)
+    # One by one: with speculative decoding, a step adds several tokens, and those after the stop string are dropped.
+    for count, token in enumerate(new_token_ids, start=1):
+        _, is_finished = update(request, [token])
+        if _completes_stop_string(request, tuple(texts), config):
+            # Overrides FINISHED_LENGTH_CAPPED if the stop string ends exactly at the length limit.
+            request.status = RequestStatus.FINISHED_STOPPED
+            is_finished = True
+        if is_finished:
+            return new_token_ids[:count], True
+    return new_token_ids, False
+
+
+def _completes_stop_string(request: Request, texts: tuple[str, ...], config: VllmConfig) -> bool:
+    # The response has already ended with EOS.
+    if request.status == RequestStatus.FINISHED_STOPPED:
+        return False
     model = config.model_config
-    stop = stop_strings(model.model, tuple(texts), trust_remote_code=model.trust_remote_code)
-    if not stop.end(request.output_token_ids[-stop.num_tokens :]):
-        return update
-    # Overrides FINISHED_LENGTH_CAPPED if the stop string ends exactly at the length limit.
-    request.status = RequestStatus.FINISHED_STOPPED
-    return new_token_ids, True
+    stop = stop_strings(model.model, texts, trust_remote_code=model.trust_remote_code)
+    return bool(stop.end(request.output_token_ids[-stop.num_tokens :]))

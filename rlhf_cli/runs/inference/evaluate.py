@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
+from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus, ray_cluster
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.rollout.backend_choice import rollout_backend
@@ -121,7 +121,8 @@ def run_evaluation(config: EvalConfig) -> None:
 
 def _check(config: EvalConfig, root: Path) -> EvalRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
-    check_vllm_args(config.engine, backend=rollout_backend(config.engine))
+    backend, min_p = rollout_backend(config.engine), config.sampling.min_p
+    check_vllm_args(config.engine, backend=backend, on_cpu=not may_have_gpus(), min_p=min_p)
     models: list[ModelUnderTest] = []
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})

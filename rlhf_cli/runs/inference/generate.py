@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
+from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus, ray_cluster
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.rollout.backend_choice import described, rollout_backend
@@ -81,7 +81,8 @@ def run_generation(config: GenerateConfig) -> None:
 
 def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
-    check_vllm_args(config.engine, backend=rollout_backend(config.engine))
+    backend, min_p = rollout_backend(config.engine), config.sampling.min_p
+    check_vllm_args(config.engine, backend=backend, on_cpu=not may_have_gpus(), min_p=min_p)
     tested = model_under_test(config)
     settings = settings_identity(config, tested.reward_model, tested.model.architecture)
     identity = {"command": "generate"} | settings | model_identity(tested)

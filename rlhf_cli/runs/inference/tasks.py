@@ -90,7 +90,7 @@ def run_tasks(config: EvalConfig) -> None:
         UsageError: a model, an engine argument or the output folder is unusable.
         RunError: the server or the package fails.
     """
-    check_vllm_args(config.engine, backend=_vllm(config))
+    check_vllm_args(config.engine, backend=_vllm(config), on_cpu=not may_have_gpus())
     with answers_folder(config.out.output) as root, output_lock(root):
         check_folder(root, config.out)
         models = {

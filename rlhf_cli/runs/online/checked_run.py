@@ -32,7 +32,7 @@ from rlhf_cli.planning.planner import shapes_of
 from rlhf_cli.runs.adapter_rates import adapter_rate_notices
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import online_workload, shortage_notice, with_batching
-from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, most_episodes, staleness_notice
+from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, correction_notices, most_episodes
 from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
 from rlhf_cli.runs.online.group_files import check_state
 from rlhf_cli.runs.online.identity import online_identity
@@ -116,7 +116,7 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
         _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
     backend = rollout_backend(config.engine)
     check_sync_backend(config.engine.vllm_sync_backend, engine=backend)
-    check_vllm_args(config.engine, backend=backend)
+    check_vllm_args(config.engine, backend=backend, on_cpu=not may_have_gpus(), min_p=config.rollout.min_p)
     check_partial_rollout(config, backend=backend)
     models = find_models(config, estimator)
     model = models.policy
@@ -288,7 +288,7 @@ def notices(run: OnlineRun) -> list[str]:
     return [
         *idle,
         *truncation_notice(config.rollout),
-        *staleness_notice(config),
+        *correction_notices(config),
         *adapter_rate_notices(config, run.models.rates_of_adapters),
         *reference,
         *files,

@@ -13,7 +13,7 @@ from rlhf_cli.config.presets import PRESETS
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, listed
 
 _OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
 """Second half of error messages for settings that do not support episodes."""
@@ -189,14 +189,20 @@ def check_partial_rollout(config: OnlineConfig, *, backend: str) -> None:
         )
 
 
-def staleness_notice(config: OnlineConfig) -> list[str]:
-    """Return a notice if stale responses are trained on without correction."""
-    if not config.asynchronous.staleness or config.policy.rollout_correction != "off":
+def correction_notices(config: OnlineConfig) -> list[str]:
+    """Return notices if responses from another distribution are trained on without correction."""
+    if config.policy.rollout_correction != "off":
         return []
-    return [
-        "--rollout_correction off: with --async_train, stale responses are treated as if sampled from the current "
-        "policy"
-    ]
+    notices = []
+    if config.asynchronous.staleness:
+        notices.append("with --async_train, stale responses are treated as if sampled from the current policy")
+    if quantized := [name for name in _QUANTIZING if name in config.engine.engine_arguments]:
+        notices.append(f"with {listed(quantized)}, the engines sample from another distribution than the policy's")
+    return [f"--rollout_correction off: {notice}" for notice in notices]
+
+
+_QUANTIZING = ("quantization", "kv_cache_dtype")
+"""Engine arguments of vLLM that round weights or cached keys and values."""
 
 
 def most_episodes(config: OnlineConfig, *, num_prompts: int) -> int:

@@ -38,6 +38,43 @@ def test_limits_of_a_step_are_fixed_on_a_cpu_and_vllm_s_own_on_a_gpu():
     assert not {"max_num_seqs", "max_num_batched_tokens"} & engine_arguments("m", settings, on_cpu=False).keys()
 
 
+def test_drafts_from_the_text_are_scheduled_one_step_at_a_time():
+    def scheduler(on_cpu: bool = False, **given: object) -> tuple[str, bool]:
+        arguments = engine_arguments("m", EngineSettings(max_model_len=9, vllm_args=given), on_cpu=on_cpu)
+        return arguments["scheduler_cls"].rpartition(".")[2], arguments["async_scheduling"]
+
+    assert scheduler() == ("AsyncStoppingScheduler", True)
+    assert scheduler(speculative_config={"method": "ngram_gpu"}) == ("AsyncStoppingScheduler", True)
+    assert scheduler(speculative_config={"method": "ngram"}) == ("StoppingScheduler", False)
+    assert scheduler(on_cpu=True) == ("StoppingScheduler", False)
+
+
+@needs_vllm
+def test_speculative_decoding_is_refused_with_min_p_and_on_a_cpu():
+    config = EngineConfig(vllm_args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
+    with pytest.raises(UsageError, match=r"speculative_config: vLLM does not support it with --min_p 0.1"):
+        check_vllm_args(config, backend="vllm", on_cpu=False, min_p=0.1)
+    with pytest.raises(UsageError, match="vLLM on a CPU returns wrong log-probs"):
+        check_vllm_args(config, backend="vllm", on_cpu=True)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, None),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}, None),
+        ({"kv_cache_dtype": "fp9"}, "--kv-cache-dtype: invalid choice: 'fp9'"),
+    ],
+)
+def test_quantization_and_speculation_are_checked_by_vllm_s_parser(given, complaint):
+    if complaint is None:
+        check_vllm_args(EngineConfig(vllm_args=given), backend="vllm", on_cpu=False)
+        return
+    with pytest.raises(UsageError, match=complaint):
+        check_vllm_args(EngineConfig(vllm_args=given), backend="vllm", on_cpu=False)
+
+
 def test_every_setting_that_is_named_instead_exists():
     commands = (cli.COMMANDS["grpo"], cli.COMMANDS["generate"])
     flags = {flag for entry in commands for flag in flags_of(entry.config_class)}
@@ -62,8 +99,8 @@ def test_what_the_program_decides_is_refused_with_the_setting_to_use(text, compl
 def test_arguments_need_the_engine_of_vllm():
     given = EngineConfig(vllm_args='{"max_num_seqs": 7}')
     with pytest.raises(UsageError, match="--vllm_args requires vLLM, not --rollout_backend transformers"):
-        check_vllm_args(given, backend="transformers")
-    check_vllm_args(EngineConfig(), backend="transformers")
+        check_vllm_args(given, backend="transformers", on_cpu=False)
+    check_vllm_args(EngineConfig(), backend="transformers", on_cpu=False)
 
 
 def test_the_start_of_a_run_names_what_was_added():
@@ -75,7 +112,7 @@ def test_the_start_of_a_run_names_what_was_added():
 def test_a_name_that_vllm_does_not_have_is_refused_with_a_near_one_without_loading_vllm():
     loaded = "vllm" in sys.modules
     with pytest.raises(UsageError, match=r"no engine argument max_num_seq \(did you mean max_num_seqs\?\)"):
-        check_vllm_args(EngineConfig(vllm_args='{"max_num_seq": 7}'), backend="vllm")
+        check_vllm_args(EngineConfig(vllm_args='{"max_num_seq": 7}'), backend="vllm", on_cpu=False)
     assert ("vllm" in sys.modules) == loaded
 
 

@@ -316,7 +316,10 @@ def test_host_memory_of_a_node_is_checked_if_it_is_known():
             ["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "3", "--sequence_parallel_size", "2"],
             "--sequence_parallel_size 2 does not divide the 3 ranks of model",
         ),
-        (["eval", "--pretrain", SMALL, "--gpu", "h100", "--tasks", "lm_eval:gsm8k"], "rlhf plan cannot forecast --tasks"),
+        (
+            ["eval", "--pretrain", SMALL, "--gpu", "h100", "--tasks", "lm_eval:gsm8k"],
+            "rlhf plan cannot forecast --tasks",
+        ),
         (["eval", "--pretrain", SMALL, "--gpu", "h100", "--max_len", "1000000"], "positions, which is the limit in vL"),
         (
             ["sft", "--pretrain", SMALL, "--gpu", "h100", "--zero_stage", "3", "--compile_model"],

@@ -22,8 +22,8 @@ from rlhf_cli.runs.online.checks import (
     check_selection,
     check_staleness,
     check_step_rewards,
+    correction_notices,
     most_episodes,
-    staleness_notice,
 )
 from rlhf_cli.runs.online.evaluation import evaluation_task
 from rlhf_cli.runs.online.group_files import check_state
@@ -411,10 +411,17 @@ def test_engines_that_give_their_gpus_to_training_do_not_sample_ahead(flag):
 
 
 def test_a_run_without_a_correction_of_older_policies_is_reported():
-    assert not staleness_notice(resolve("grpo", rollout_correction="off"))
-    assert not staleness_notice(resolve("grpo", **AHEAD))
-    (line,) = staleness_notice(resolve("grpo", **AHEAD, rollout_correction="off"))
+    assert not correction_notices(resolve("grpo", rollout_correction="off"))
+    assert not correction_notices(resolve("grpo", **AHEAD))
+    (line,) = correction_notices(resolve("grpo", **AHEAD, rollout_correction="off"))
     assert line.startswith("--rollout_correction off: with --async_train")
+
+
+def test_a_run_without_a_correction_of_quantized_engines_is_reported():
+    quantized = {"vllm_args": '{"quantization": "fp8", "kv_cache_dtype": "fp8", "max_num_seqs": 9}'}
+    assert not correction_notices(resolve("grpo", **quantized))
+    (line,) = correction_notices(resolve("grpo", **quantized, rollout_correction="off"))
+    assert line.startswith("--rollout_correction off: with quantization and kv_cache_dtype, the engines sample")
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_form(tmp_path):
