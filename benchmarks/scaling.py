@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.roles.groups import ActorRole, FrozenPolicyRole, WorkerGroup
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import RankWork, store
+from rlhf_cli.backends.roles.serialization import RankWork, store, store_arrays
 from rlhf_cli.backends.roles.start import COLLECT_SECONDS
 from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
@@ -207,9 +207,10 @@ class _Others:
     def call(self, number: int | None, function: Callable[..., object], *args: object) -> object:
         """Run a call on an engine, or on a rank if `number` is None. Sizes are those that the driver sees."""
         result = function(self._rank if number is None else self._engines[number], *args)
-        # Arrays are stored tokens, which the driver counts.
+        # Arrays are read from the store, and counted where they are put.
         self._count("sent", [function, *(one for one in args if not isinstance(one, np.ndarray))])
-        self._count("received", [result])
+        self._count("received", [_without_references(result)])
+        self._bytes["stored"] += _stored_bytes(result)
         self._bytes["calls"] += 1
         return result
 
@@ -222,6 +223,18 @@ class _Others:
         """Return the counts since the last call."""
         found, self._bytes = self._bytes, dict.fromkeys(self._bytes, 0)
         return found
+
+
+def _without_references(result: Any) -> Any:
+    """Return the result without references to stored arrays: pickled outside of a call, they would never be freed."""
+    is_stored = isinstance(result, tuple) and isinstance(result[0], ray.ObjectRef)
+    return result[1:] if is_stored else result
+
+
+def _stored_bytes(result: Any) -> int:
+    """Return the bytes of the float32 arrays that a rank has stored."""
+    is_stored = isinstance(result, tuple) and isinstance(result[0], ray.ObjectRef)
+    return 4 * sum(result[1]) if is_stored else 0
 
 
 class _Puts:
@@ -291,8 +304,15 @@ def _roles(size: Size, others: Any, puts: _Puts, max_tokens: int) -> Callable[..
         ranks_per_engine=1,
     )
     engines.connect(actor)
-    stored = partial(store, put=puts)
-    return partial(Roles, actor=actor, engines=engines, frozen_policies={"ref": reference}, store=stored)
+    return partial(
+        Roles,
+        actor=actor,
+        engines=engines,
+        frozen_policies={"ref": reference},
+        store=partial(store, put=puts),
+        store_column=partial(store_arrays, put=puts),
+        by_sample=group.by_sample,
+    )
 
 
 def _run(roles: Callable[..., Roles[ActorRole]], config: Any, *, folder: Path) -> dict[str, float]:

@@ -6,8 +6,9 @@ Sequences are sent to the ranks as micro-batches (planner.py).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import ray
@@ -17,10 +18,11 @@ from rlhf_cli.algorithms.gradient_share import Projection
 from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, finish_value_metrics
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import RankWork, store
+from rlhf_cli.backends.roles.serialization import RankWork, store, store_arrays
 from rlhf_cli.backends.roles.watch import Place, Watch, joined_projections, joined_trace, with_place
 from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.data.packing.packs import TokenSequence, only_end
+from rlhf_cli.data.stored_arrays import Column
 from rlhf_cli.models.reward_model import ScoreStatistics
 
 # Only ranks import DeepSpeed.
@@ -44,6 +46,11 @@ _TrainedT = TypeVar("_TrainedT", bound="ActorRank | CriticRank | StudentRank")
 def store_sequences(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
     """Return the sequences with tokens and images in Ray's object store, so that calls send them only once."""
     return store(sequences, ray.put)
+
+
+def store_column(arrays: Sequence[np.ndarray]) -> list[Column]:
+    """Return a column in Ray's object store."""
+    return list(store_arrays(arrays, ray.put))
 
 
 class RoleGroup(Generic[_RankT]):
@@ -78,29 +85,41 @@ class RoleGroup(Generic[_RankT]):
         work: Sequence[RankWork],
         *,
         rest: Callable[[_RankT], None] = lambda rank: rank.sleep(),
+        run: Callable[..., list[Any]] | None = None,
     ) -> list[Result]:
         """Run a call on all ranks, each with its element of `work`. Ranks that take turns wake before it, and `rest`
-        after it.
+        after it. `run` is a method of the group, by default `all_each`.
         """
         # In one call: calls of hundreds of ranks are most of the driver's work.
-        return self.group.all_each(_awake(call, rest) if self._takes_turns else call, work)
+        return (run or self.group.all_each)(_awake(call, rest) if self._takes_turns else call, work)
 
     def forward(
         self,
         call: Callable[[_RankT, list[list[TokenSequence]]], list[np.ndarray]],
         sequences: Sequence[TokenSequence],
-    ) -> list[np.ndarray]:
-        """Run a forward method. Returns float32 [K] per sequence, one value per trained token."""
+    ) -> list[Column]:
+        """Run a forward method. Returns float32 [K] per sequence, one value per trained token.
+
+        With Ray, the values stay in its object store until the driver reads them.
+        """
+        return self._forward(call, sequences, self.group.all_stored)
+
+    def _forward(
+        self,
+        call: Callable[[_RankT, list[list[TokenSequence]]], list[np.ndarray]],
+        sequences: Sequence[TokenSequence],
+        run: Callable[..., list[Any]],
+    ) -> list[Any]:
         plan = self.planner.plan(sequences)
         work = [RankWork([[[sequences[i] for i in members] for members in bins]]) for bins in plan]
-        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        found = self.run_awake(lambda rank, share: call(rank, *share.steps), work)
+        results = dict[int, Any]()
+        found: list[Any] = self.run_awake(lambda rank, share: call(rank, *share.steps), work, run=run)
         for bins, arrays in zip(plan, found, strict=True):
             for members, values_K in zip(bins, arrays, strict=True):
-                bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
-                for i, values in zip(members, np.split(values_K, bounds) if members else [], strict=True):
-                    results[i] = values
-        return results
+                bounds = accumulate((sequences[i].num_trained for i in members), initial=0)
+                for i, (start, stop) in zip(members, pairwise(bounds), strict=True):
+                    results[i] = values_K[start:stop]
+        return [results[i] for i in range(len(sequences))]
 
 
 def _awake(call: Callable[..., Result], rest: Callable[[_RankT], None]) -> Callable[..., Result]:
@@ -202,7 +221,7 @@ def _gradient_of(name: str, rank: "SampledRank") -> torch.Tensor | None:
 class ActorRole(_WatchedRole["ActorRank"]):
     """The trained policy."""
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[Column]:
         """Return the log-probs of trained tokens per sequence, in nats."""
         return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
@@ -242,7 +261,7 @@ SampledRole = ActorRole | StudentRole
 class CriticRole(TrainedRole["CriticRank"]):
     """The trained value model."""
 
-    def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def values(self, sequences: Sequence[TokenSequence]) -> list[Column]:
         """Return the values of the states before trained tokens, per sequence."""
         return self.forward(lambda rank, micro_batches: rank.values(micro_batches), sequences)
 
@@ -255,7 +274,7 @@ class CriticRole(TrainedRole["CriticRank"]):
 class FrozenPolicyRole(RoleGroup["FrozenPolicyRank"]):
     """A frozen policy, such as a teacher."""
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[Column]:
         """Return the log-probs of trained tokens per sequence, in nats."""
         return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
@@ -300,7 +319,7 @@ class BaseReference:
         self._actor = actor
         self.wake, self.sleep = actor.wake, actor.sleep
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[Column]:
         """Return the log-probs of trained tokens per sequence, in nats."""
         return self._actor.forward(lambda rank, micro_batches: rank.base_logprobs(micro_batches), sequences)
 
@@ -321,4 +340,5 @@ class RewardRole(RoleGroup["RewardRank"]):
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return step scores per sequence, float32 [K], read at the marked tokens."""
-        return self.forward(lambda rank, micro_batches: rank.scores(micro_batches), sequences)
+        # Few values, which the driver reads at once.
+        return self._forward(lambda rank, micro_batches: rank.scores(micro_batches), sequences, self.group.all_each)

@@ -1,19 +1,21 @@
-"""Sends sequences to ranks as a few long arrays, with tokens and images once per iteration.
+"""Sends sequences to ranks as a few long arrays. Tokens, images and results of other ranks are read from the store.
 
 Pickling thousands of short arrays takes longer than copying their bytes, and grows faster than their number.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
-from typing import Self
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from typing import Any, Self
 
 import numpy as np
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.packing.packs import TOKEN_IDS, TokenSequence
 from rlhf_cli.data.packing.splitting import split_members
+from rlhf_cli.data.stored_arrays import Column, StoredArray, StoredChunk
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 
@@ -36,34 +38,37 @@ class PickledCall:
 
 
 _Pictures = dict[int, tuple[PlacedPicture, ...]]
-_JoinedColumn = tuple[np.ndarray, np.ndarray | None, np.ndarray]
-"""Values, how often each is repeated (None: once), and bounds of sequences."""
 
 _CHUNK_TOKENS = 1 << 18  # a megabyte: few objects for the driver, and little that a node reads for other nodes
 
 
-@dataclass(frozen=True)
-class StoredTokens:
-    """Tokens of a sequence in an object store: elements `start` to `stop` of the array that `chunk` refers to."""
+def store_arrays(arrays: Sequence[np.ndarray], put: Callable[[object], object]) -> list[StoredArray]:
+    """Return the arrays in an object store, from which all ranks read them. Several share a chunk.
 
-    chunk: object
-    start: int
-    stop: int
+    `put` stores an object and returns a reference.
+    """
+    found: list[StoredArray] = []
+    for part in split_members(arrays, list(map(len, arrays)), max_tokens=_CHUNK_TOKENS) if len(arrays) else ():
+        found += stored_parts(StoredChunk(put(np.concatenate(part)), read_stored), map(len, part))
+    return found
+
+
+def stored_parts(chunk: StoredChunk, lengths: Iterable[int]) -> list[StoredArray]:
+    """Split a chunk into consecutive arrays."""
+    return [StoredArray(chunk, start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def store(sequences: Sequence[TokenSequence], put: Callable[[object], object]) -> list[TokenSequence]:
-    """Return the sequences with tokens and images in an object store, from which all ranks read them.
+    """Return the sequences with tokens and images in an object store, as `store_arrays`.
 
-    Images with equal digests are stored once. `put` stores an object and returns a reference.
+    Images with equal digests are stored once.
     """
     pictures: dict[str, Picture] = {}
     found: list[TokenSequence] = []
-    for part in split_members(sequences, list(map(len, sequences)), max_tokens=_CHUNK_TOKENS):
-        token_ids, bounds = _joined([sequence.token_ids for sequence in part])
-        chunk = put(token_ids)
-        for sequence, (start, stop) in zip(part, pairwise(bounds.tolist()), strict=True):
-            placed = tuple(replace(one, picture=_stored(one.picture, pictures, put)) for one in sequence.pictures)
-            found.append(replace(sequence, pictures=placed, stored=StoredTokens(chunk, start, stop)))
+    tokens = store_arrays([sequence.token_ids for sequence in sequences], put)
+    for sequence, stored in zip(sequences, tokens, strict=True):
+        placed = tuple(replace(one, picture=_stored(one.picture, pictures, put)) for one in sequence.pictures)
+        found.append(replace(sequence, pictures=placed, stored={TOKEN_IDS: stored}))
     return found
 
 
@@ -80,11 +85,16 @@ class _StoredRead:
     reference: object
 
     def __call__(self) -> np.ndarray:
-        # Ranks import this module before Ray.
-        import ray
-
-        read: Callable[[], np.ndarray] = ray.get(self.reference)
+        read: Callable[[], np.ndarray] = read_stored(self.reference)
         return read()
+
+
+def read_stored(reference: Any) -> Any:
+    """Return an object from Ray's object store."""
+    # Ranks import this module before Ray.
+    import ray
+
+    return ray.get(reference)
 
 
 @dataclass(frozen=True)
@@ -101,32 +111,94 @@ class RankWork:
     steps: list[list[list[TokenSequence]]]
     totals: list[StepTotals] = field(default_factory=list)
 
+    @cached_property
+    def chunk_numbers(self) -> dict[StoredChunk, int]:
+        """Chunks with arrays of the sequences, and their numbers."""
+        sequences = chain.from_iterable(chain.from_iterable(self.steps))
+        chunks = dict.fromkeys(array.chunk for sequence in sequences for array in sequence.stored.values())
+        return {chunk: number for number, chunk in enumerate(chunks)}
+
     @property
     def chunks(self) -> list[object]:
-        """References to the stored tokens, each once."""
-        sequences = chain.from_iterable(chain.from_iterable(self.steps))
-        return list({sequence.stored.chunk: None for sequence in sequences if sequence.stored is not None})
+        """References to the chunks with arrays of the sequences, each once."""
+        return [chunk.reference for chunk in self.chunk_numbers]
+
+
+@dataclass(frozen=True)
+class SentArrays:
+    """Arrays as they are sent. Those that are stored are not in it.
+
+    - `values`: concatenated arrays that are not stored.
+    - `counts`: how often each value is repeated; None: once.
+    - `places`: per array its chunk (the last is `values`), start and end there, int64 [S, 3].
+    """
+
+    values: np.ndarray
+    counts: np.ndarray | None
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, arrays: Sequence[Column], chunks: Mapping[StoredChunk, int]) -> Self:
+        """Join the arrays. `chunks` are the numbers of the chunks."""
+        own, places, end = list[np.ndarray](), list[tuple[int, int, int]](), 0
+        for array in arrays:
+            if isinstance(array, StoredArray):
+                places.append((chunks[array.chunk], array.start, array.stop))
+                continue
+            own.append(array)
+            places.append((len(chunks), end, end + len(array)))
+            end += len(array)
+        return cls(*_joined(own), np.array(places, dtype=np.int64).reshape(-1, 3))
+
+    def arrays(self, chunks: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the arrays, given all chunks."""
+        joined = [*chunks, self.values if self.counts is None else np.repeat(self.values, self.counts)]
+        return [joined[chunk][start:stop] for chunk, start, stop in self.places.tolist()]
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return (values, how often each is repeated or None)."""
+    # An advantage of a whole response is a single value in memory, so send it as one.
+    if arrays and all(array.size and array.strides == (0,) for array in arrays):
+        return np.array([array[0] for array in arrays]), np.array([array.size for array in arrays])
+    return (np.concatenate(arrays) if arrays else np.zeros(0)), None
+
+
+@dataclass(frozen=True)
+class SentColumns:
+    """Columns of one array per sample, as they are sent."""
+
+    columns: dict[str, SentArrays]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Sequence[Column]]) -> tuple[Self, list[object]]:
+        """Return the columns, and references to the chunks that `arrays` needs."""
+        stored = (one for column in columns.values() for one in column if isinstance(one, StoredArray))
+        chunks = {chunk: number for number, chunk in enumerate(dict.fromkeys(one.chunk for one in stored))}
+        sent = {name: SentArrays.of(column, chunks) for name, column in columns.items()}
+        return cls(sent), [chunk.reference for chunk in chunks]
+
+    def arrays(self, chunks: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        """Return the columns, given the chunks."""
+        return {name: column.arrays(chunks) for name, column in self.columns.items()}
 
 
 @dataclass(frozen=True)
 class SentWork:
-    """`RankWork` as it is sent. The stored tokens are not in it: Ray reads `RankWork.chunks` on the rank's node.
+    """`RankWork` as it is sent. Stored arrays are not in it: Ray reads `RankWork.chunks` on the rank's node.
 
-    - `token_ids`: concatenated tokens of sequences that are not stored.
-    - `places`: per sequence its chunk (the last is `token_ids`), start and end there.
     - `loss_masks`: concatenated masks, eight tokens per byte.
     - `pictures`: by sequence number.
     - `experts`: None without routing replay. `teacher_prompts`: None if teachers read the same prompts.
     - `steps`: sequence numbers.
     """
 
-    token_ids: np.ndarray
-    places: list[tuple[int, int, int]]
+    token_ids: SentArrays
     loss_masks: np.ndarray
     pictures: _Pictures
-    columns: dict[str, _JoinedColumn]
-    experts: _JoinedColumn | None
-    teacher_prompts: _JoinedColumn | None
+    columns: dict[str, SentArrays]
+    experts: SentArrays | None
+    teacher_prompts: SentArrays | None
     steps: list[list[list[int]]]
     totals: list[StepTotals]
 
@@ -139,25 +211,15 @@ class SentWork:
         for sequence in chain.from_iterable(chain.from_iterable(work.steps)):
             if numbers.setdefault(id(sequence), len(sequences)) == len(sequences):
                 sequences.append(sequence)
-        names = list(sequences[0].columns) if sequences else []
-        assert all(list(one.columns) == names for one in sequences), "sequences of one update differ in their columns"
-        chunk_numbers = {chunk: number for number, chunk in enumerate(work.chunks)}
-        own, places = list[np.ndarray](), list[tuple[int, int, int]]()
-        num_own = 0
-        for sequence in sequences:
-            stored = sequence.stored
-            if stored is not None:
-                places.append((chunk_numbers[stored.chunk], stored.start, stored.stop))
-                continue
-            own.append(sequence.token_ids)
-            places.append((len(chunk_numbers), num_own, num_own + len(sequence)))
-            num_own += len(sequence)
+        all_columns = [sequence.all_columns for sequence in sequences]
+        names = all_columns[0].keys() if all_columns else ()
+        assert all(one.keys() == names for one in all_columns), "sequences of one update differ in their columns"
+        masks = [sequence.loss_mask for sequence in sequences]
         return cls(
-            _joined(own)[0],
-            places,
-            np.packbits(_joined([sequence.loss_mask for sequence in sequences])[0].astype(bool, copy=False)),
+            SentArrays.of([one.stored.get(TOKEN_IDS, one.token_ids) for one in sequences], work.chunk_numbers),
+            np.packbits(np.concatenate(masks or [np.zeros(0)]).astype(bool, copy=False)),
             _pictures(sequences),
-            {name: _joined_column([sequence.columns[name] for sequence in sequences]) for name in names},
+            {name: SentArrays.of([one[name] for one in all_columns], work.chunk_numbers) for name in names},
             _optional([sequence.routed_experts for sequence in sequences]),
             _optional([sequence.teacher_prompt for sequence in sequences]),
             [[[numbers[id(sequence)] for sequence in members] for members in step] for step in work.steps],
@@ -166,34 +228,34 @@ class SentWork:
 
     def work(self, chunks: Sequence[np.ndarray]) -> RankWork:
         """Return the work, with the arrays that `RankWork.chunks` refer to."""
-        arrays = [*chunks, self.token_ids]
-        bounds = np.cumsum([0, *(stop - start for _, start, stop in self.places)])
-        masks = _split(np.unpackbits(self.loss_masks, count=int(bounds[-1])).astype(bool), bounds)
-        columns = {name: _split_column(column) for name, column in self.columns.items()}
+        token_ids = self.token_ids.arrays(chunks)
+        bounds = np.cumsum([0, *map(len, token_ids)])
+        masks = np.split(np.unpackbits(self.loss_masks, count=int(bounds[-1])).astype(bool), bounds[1:-1])
+        columns = {name: column.arrays(chunks) for name, column in self.columns.items()}
         experts, prompts = (
-            [None] * len(masks) if column is None else _split_column(column)
-            for column in (self.experts, self.teacher_prompts)
+            [None] * len(token_ids) if sent is None else sent.arrays(())
+            for sent in (self.experts, self.teacher_prompts)
         )
         sequences = [
             TokenSequence(
-                arrays[chunk][start:stop],
+                own,
                 masks[number],
                 self.pictures.get(number, ()),
                 {name: values[number] for name, values in columns.items()},
                 experts[number],
                 prompts[number],
             )
-            for number, (chunk, start, stop) in enumerate(self.places)
+            for number, own in enumerate(token_ids)
         ]
         return RankWork([[[sequences[n] for n in members] for members in step] for step in self.steps], self.totals)
 
 
-def _optional(arrays: Sequence[np.ndarray | None]) -> _JoinedColumn | None:
+def _optional(arrays: Sequence[np.ndarray | None]) -> SentArrays | None:
     """Return joined arrays, empty for a sequence without one, such as the experts of an episode without a turn; None if
     no sequence has any.
     """
     known = [array for array in arrays if array is not None]
-    return _joined_column([known[0][:0] if array is None else array for array in arrays]) if known else None
+    return SentArrays.of([known[0][:0] if array is None else array for array in arrays], {}) if known else None
 
 
 def _pictures(sequences: Sequence[TokenSequence]) -> _Pictures:
@@ -206,27 +268,3 @@ def _pictures(sequences: Sequence[TokenSequence]) -> _Pictures:
         for number, sequence in enumerate(sequences)
         if sequence.pictures
     }
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (concatenated arrays, bounds)."""
-    bounds = np.cumsum([0, *map(len, arrays)])
-    return (np.concatenate(arrays) if arrays else np.zeros(0)), bounds
-
-
-def _joined_column(arrays: Sequence[np.ndarray]) -> _JoinedColumn:
-    # An advantage of a whole response is a single value in memory, so send it as one.
-    if arrays and all(array.size and array.strides == (0,) for array in arrays):
-        counts = np.array([array.size for array in arrays])
-        return np.array([array[0] for array in arrays]), counts, np.cumsum([0, *counts])
-    values, bounds = _joined(arrays)
-    return values, None, bounds
-
-
-def _split_column(column: _JoinedColumn) -> list[np.ndarray]:
-    values, counts, bounds = column
-    return _split(values if counts is None else np.repeat(values, counts), bounds)
-
-
-def _split(joined: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
-    return [joined[start:stop] for start, stop in pairwise(bounds.tolist())]

@@ -1,16 +1,26 @@
 """The workers of a role, as called from the driver: calls on all ranks, and failures with rank and log file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
-from rlhf_cli.backends.roles.serialization import PickledCall, RankWork, SentWork
+from rlhf_cli.backends.roles.serialization import (
+    PickledCall,
+    RankWork,
+    SentColumns,
+    SentWork,
+    read_stored,
+    stored_parts,
+)
 from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.data.stored_arrays import Column, StoredChunk
 from rlhf_cli.errors import (
     OutOfMemory,
     ProcessDied,
@@ -27,6 +37,9 @@ _DEATH_SECONDS = 5.0
 
 _LOOK_SECONDS = 1.0
 """Interval between looks for ranks that died while others compute."""
+
+_LEAST_SAMPLES = 256
+"""Samples of a call of `by_sample`: a call costs the driver about as much as two samples."""
 
 _HeldT = TypeVar("_HeldT")
 _Work = TypeVar("_Work")
@@ -130,6 +143,41 @@ class WorkerGroup(Generic[_HeldT]):
         # The chunks are arguments of their own: Ray reads such references before the call, without asking the driver.
         return self.wait([worker.call.remote(pickled, SentWork.of(share), *share.chunks) for worker, share in pairs])
 
+    def all_stored(
+        self, call: Callable[[_HeldT, RankWork], Sequence[np.ndarray]], work: Sequence[RankWork]
+    ) -> list[Sequence[Column]]:
+        """Like `all_each` for a call that returns arrays. They stay in Ray's object store on the node of their rank."""
+        found = self.all_each(lambda rank, share: _put(call(rank, share)), work)
+        return [
+            stored_parts(StoredChunk(reference, partial(self._read, rank)), lengths)
+            for rank, (reference, lengths) in enumerate(found)
+        ]
+
+    def by_sample(
+        self, call: Callable[[dict[str, list[np.ndarray]]], Result], columns: Mapping[str, Sequence[Column]]
+    ) -> list[Result]:
+        """Call a function of columns, one array per sample, on ranks: these read the stored arrays, not the driver.
+
+        Each call gets consecutive samples. Returns the results in this order.
+        """
+        count = len(next(iter(columns.values())))
+        size = max(_LEAST_SAMPLES, -(-count // len(self)))
+        pickled = PickledCall(lambda rank, sent, *chunks: call(sent.arrays(chunks)))
+        calls = []
+        for worker, first in zip(self._workers, range(0, count, size), strict=False):
+            part = {name: column[first : first + size] for name, column in columns.items()}
+            sent, chunks = SentColumns.of(part)
+            calls.append(worker.call.remote(pickled, sent, *chunks))
+        return self.wait(calls)
+
+    def _read(self, rank: int, reference: object) -> np.ndarray:
+        try:
+            found: np.ndarray = read_stored(reference)
+        # A rank owns its results, which end with it.
+        except (*PROCESS_DEATHS, ObjectLostError) as error:
+            raise self._death(rank, error) from error
+        return found
+
     def _log_file(self, rank: int) -> Path:
         """Return a rank's log file."""
         return self._log_dir / f"{self.role}-{rank}.log"
@@ -150,3 +198,8 @@ class WorkerGroup(Generic[_HeldT]):
             return OutOfMemory(where, Shortage(kind, role=self.role, detail=one_line(error.cause)), log_file)
         reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self._log_file(rank)}")
+
+
+def _put(arrays: Sequence[np.ndarray]) -> tuple[object, list[int]]:
+    """Store the arrays as one object. Returns (reference, lengths)."""
+    return ray.put(np.concatenate([np.zeros(0, np.float32), *arrays])), list(map(len, arrays))

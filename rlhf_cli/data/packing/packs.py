@@ -7,7 +7,6 @@ import collections.abc
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch
 from rlhf_cli.data.packing.loss_weights import WEIGHTS, joined_weights
 from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures
 from rlhf_cli.data.packing.routed_experts import joined_experts
+from rlhf_cli.data.stored_arrays import Column, StoredArray
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PackPictures, PlacedPicture
 
@@ -22,6 +22,8 @@ _EXACT_SEARCH_SEQUENCES = 32
 """Maximum number of sequences for an exact search of the fewest micro-batches, if heuristics need more."""
 _EXACT_SEARCH_NODES = 20_000
 """Maximum placements tried in that search, about 20 ms."""
+TOKEN_IDS = "token_ids"
+"""Name of the tokens in `TokenSequence.stored`."""
 PATCHES_PER_TOKEN = 4
 """Image patches that count as one token of micro-batch room. A token has 4 patches in Qwen-VL, 1 in LLaVA, and 9 to 16
 in SmolVLM, whose vision encoder computes several times as many patches at the same limit.
@@ -42,8 +44,8 @@ class TokenSequence:
       top_k]`; None without routing replay.
     - `teacher_prompt`: tokens that a teacher in the student's ranks reads instead of those before the first target,
       int32; None if it reads the same tokens.
-    - `stored`: place of `token_ids` in the object store that ranks read (`backends/roles/serialization.py`); None if
-      they are sent with the sequence.
+    - `stored`: `TOKEN_IDS`, and columns that are not in `columns`, in the object store that ranks read
+      (`backends/roles/serialization.py`). Empty if all is sent with the sequence.
 
     Example: a prompt of two tokens and a response of three, trained with advantage 0.5:
 
@@ -60,7 +62,7 @@ class TokenSequence:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
     teacher_prompt: np.ndarray | None = None
-    stored: Any = None
+    stored: dict[str, StoredArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape, "token_ids and loss_mask differ in length"
@@ -69,6 +71,11 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return self.token_ids.size
+
+    @property
+    def all_columns(self) -> dict[str, Column]:
+        """`columns`, and those in the object store."""
+        return {**self.columns, **{name: array for name, array in self.stored.items() if name != TOKEN_IDS}}
 
     @property
     def num_trained(self) -> int:

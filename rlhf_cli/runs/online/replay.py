@@ -384,6 +384,8 @@ def _run_again(run: OnlineRun, results: _Results, *, last: int, keeps_update: bo
         train()
         if results.step != last:  # interrupted: these are the results of a different iteration
             sys.exit(INTERRUPTED)
+        if results.batch is not None:
+            results.batch.trainable.read_stored()
         results.trace, results.projections = actor.trace, actor.projections
         if keeps_update:
             results.gradient = actor.gradient()

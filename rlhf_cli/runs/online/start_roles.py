@@ -14,6 +14,7 @@ from rlhf_cli.backends.roles.groups import (
     RewardRole,
     StudentRole,
     TrainedRole,
+    store_column,
     store_sequences,
 )
 from rlhf_cli.backends.roles.settings import RoleSettings
@@ -88,6 +89,8 @@ class OnlineRoles(Started):
             move_reference=self._move_reference(),
             steps=steps,
             store=store_sequences,
+            store_column=store_column,
+            by_sample=self.actor.group.by_sample,
             lent_actor=self._lent_actor,
         )
 

@@ -3,7 +3,8 @@
 Pure functions over flat arrays. The loop computes log-probs and values with the models.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,8 @@ from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_reward
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.packing.packs import TOKEN_IDS, TokenSequence
+from rlhf_cli.data.stored_arrays import Column, StoredArray
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
 from rlhf_cli.trainers.online.samples import Rollout, flat
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -42,7 +44,7 @@ def with_bootstrap_targets(rollout: Rollout) -> list[TokenSequence]:
     return sequences
 
 
-def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -> tuple[list[np.ndarray], list[float]]:
+def split_last_values(values: Sequence[Column], truncated_B: torch.Tensor) -> tuple[list[Column], list[float]]:
     """Return (values per response token, bootstrap values) from values computed for `with_bootstrap_targets`."""
     cuts = truncated_B.tolist()
     own = [values[:-1] if cut else values for values, cut in zip(values, cuts, strict=True)]
@@ -134,18 +136,23 @@ def _mean_magnitude(found: Advantages, cu: torch.Tensor, trained_B: torch.Tensor
     return float((found.per_response_B.double().abs() * lengths_B).sum() / lengths_B.sum())
 
 
-def _samples_of(rollout: Rollout, number: int, columns: dict[str, np.ndarray]) -> list[TokenSequence]:
+def _samples_of(rollout: Rollout, number: int, columns: dict[str, Column]) -> list[TokenSequence]:
     """Return a response's samples, one per sequence, from its token columns."""
     first, end = rollout.sequence_bounds[number : number + 2].tolist()
     sequences = rollout.replayed_sequences[first:end]
     if len(sequences) == 1:
-        return [replace(sequences[0], columns=columns)]
-    cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
-    pieces = {name: np.split(values, cuts) for name, values in columns.items()}
+        return [_with_columns(sequences[0], columns)]
+    bounds = itertools.pairwise(itertools.accumulate((sequence.num_trained for sequence in sequences), initial=0))
     return [
-        replace(sequence, columns={name: values[place] for name, values in pieces.items()})
-        for place, sequence in enumerate(sequences)
+        _with_columns(sequence, {name: values[start:stop] for name, values in columns.items()})
+        for sequence, (start, stop) in zip(sequences, bounds, strict=True)
     ]
+
+
+def _with_columns(sequence: TokenSequence, columns: Mapping[str, Column]) -> TokenSequence:
+    stored = {name: column for name, column in columns.items() if isinstance(column, StoredArray)}
+    own = {name: column for name, column in columns.items() if not isinstance(column, StoredArray)}
+    return replace(sequence, columns=own, stored=sequence.stored | stored)
 
 
 def with_observations(samples: list[TokenSequence], policy: PolicyConfig) -> list[TokenSequence]:
@@ -162,10 +169,11 @@ def _with_observations(sample: TokenSequence) -> TokenSequence:
         mask[turns_T[0] : turns_T[-1] + 1] = True
     is_observed_K = ~sample.loss_mask[mask]
     columns = {OBSERVED: is_observed_K.astype(np.float32)}
-    for name, values in sample.columns.items():
+    for name, values in sample.all_columns.items():
         columns[name] = np.zeros(is_observed_K.size, np.float32)
         columns[name][~is_observed_K] = values
-    return replace(sample, loss_mask=mask, columns=columns)
+    stored = {name: array for name, array in sample.stored.items() if name == TOKEN_IDS}
+    return replace(sample, loss_mask=mask, columns=columns, stored=stored)
 
 
 def plan_over_samples(plan: UpdatePlan, rollout: Rollout, policy: PolicyConfig) -> UpdatePlan:
@@ -266,9 +274,9 @@ def _of_groups(values_G: torch.Tensor, greedy: Rollout, rollout: Rollout) -> tor
 
 def _columns(
     rollout: Rollout, settings: OnlineSettings, advantages: Sequence[np.ndarray], *, returns_N: torch.Tensor | None
-) -> dict[str, Sequence[np.ndarray]]:
+) -> dict[str, Sequence[Column]]:
     """Return the columns of response tokens by name."""
-    columns: dict[str, Sequence[np.ndarray]] = {
+    columns: dict[str, Sequence[Column]] = {
         "rollout_logprobs": rollout.rollout_logprobs,
         "advantages": advantages,
     }

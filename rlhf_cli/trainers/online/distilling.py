@@ -130,7 +130,8 @@ class _Distilling:
         if own is None:  # skip the iteration's prompts
             # The source counts iterations to select prompts and seeds, so advance it without sampling.
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
-        self.hooks.tracker.samples(iteration, iteration_rows(own.sampled.samples, own.trainable, settings))
+        rows = iteration_rows(own.sampled.samples, own.trainable, settings, by_sample=self.roles.by_sample)
+        self.hooks.tracker.samples(iteration, rows)
         return replace(state, iteration=iteration, source=own.state.source), metrics
 
     def is_used_up(self, state: LoopState) -> bool:

@@ -1,5 +1,7 @@
 """Forward passes of all models on an iteration's responses, before the update."""
 
+import numpy as np
+
 from rlhf_cli.trainers.online.batch import split_last_values, with_bootstrap_targets
 from rlhf_cli.trainers.online.interfaces import Actor, Roles
 from rlhf_cli.trainers.online.samples import Rollout
@@ -19,6 +21,8 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, rollout: Roll
             sequences = roles.store([sample.teacher_sequence for sample in rollout.samples])
         rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(sequences))
     if needs_old:
+        # The update reads them too.
+        rollout.rollout_logprobs = roles.store_column(list(map(np.asarray, rollout.rollout_logprobs)))
         rollout.old_logprobs = rollout.by_response(roles.actor.logprobs(rollout.replayed_sequences))
     if roles.critic is not None:
         asked = with_bootstrap_targets(rollout) if settings.critic.bootstrap_truncated else rollout.sequences

@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.stored_arrays import Column
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.samples import Sample
@@ -31,7 +32,7 @@ class Sampled(Protocol):
 class Actor(Sampled, Protocol):
     """Policy in training."""
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Sequence[Column]: ...
 
     def update(
         self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
@@ -48,7 +49,7 @@ class Student(Sampled, Protocol):
 class _Critic(Protocol):
     """Value model in training."""
 
-    def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+    def values(self, sequences: Sequence[TokenSequence]) -> Sequence[Column]: ...
 
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
@@ -56,7 +57,7 @@ class _Critic(Protocol):
 class FrozenPolicy(Protocol):
     """Policy that is not trained: the reference of the KL divergence, or a teacher."""
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Sequence[Column]: ...
 
 
 class RewardModel(Protocol):
@@ -156,6 +157,19 @@ class RunTracker(Protocol):
     def phase(self) -> Callable[[str | None], None]: ...
 
 
+Cells = dict[str, list[float | None]]
+"""Values of samples by name of the column."""
+
+BySample = Callable[[Callable[[Mapping[str, Sequence[Column]]], Cells], Mapping[str, Sequence[Column]]], list[Cells]]
+
+
+def by_all_samples(
+    call: Callable[[Mapping[str, Sequence[Column]]], Cells], columns: Mapping[str, Sequence[Column]]
+) -> list[Cells]:
+    """Call a function of columns in this process, once."""
+    return [call(columns)]
+
+
 _SampledT_co = TypeVar("_SampledT_co", bound=Sampled, covariant=True)
 SampledT = TypeVar("SampledT", bound=Sampled)
 
@@ -167,6 +181,9 @@ class Roles(Generic[_SampledT_co]):
     - `frozen_policies`: by role, `{"ref": ..., "teacher": ...}`.
     - `move_reference`: updates the reference toward the actor, which must be idle; None if the reference is fixed.
     - `store`: returns the sequences with tokens and images where all ranks read them, so that calls send them once.
+    - `store_column`: returns the arrays of a column there.
+    - `by_sample`: calls a function of columns with one array per sample where stored arrays are read without passing
+      through the driver. Returns the results for consecutive samples.
     - `lent_actor`: through which restarted engines read the actor, never in the middle of an update.
     """
 
@@ -179,4 +196,6 @@ class Roles(Generic[_SampledT_co]):
     move_reference: Callable[[], None] | None = None
     steps: _Steps | None = None
     store: Callable[[Sequence[TokenSequence]], list[TokenSequence]] = list
+    store_column: Callable[[Sequence[np.ndarray]], Sequence[Column]] = list
+    by_sample: BySample = by_all_samples
     lent_actor: LentActor = field(default_factory=LentActor)

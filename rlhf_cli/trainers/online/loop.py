@@ -146,6 +146,7 @@ def run_iterations(
         after, metrics = None, dict[str, float]()
         if batch is not None:
             after, metrics = iterations.learn(batch, state, timer)
+            batch = None  # frees the arrays in the object store
         # With dynamic sampling the end is known only after the iteration.
         is_last = after is None or after.iteration == total_iterations or iterations.is_used_up(after)
         state = after or state
@@ -308,7 +309,7 @@ class _PolicyGradient:
         if after.skipped:
             metrics["skipped_iterations"] = float(after.skipped)
         tracker.log(iteration, metrics | controlled(settings, state, metrics), timer.take())
-        tracker.samples(iteration, iteration_rows(batch.sampled.samples, rollout, settings))
+        tracker.samples(iteration, iteration_rows(batch.sampled.samples, rollout, settings, by_sample=roles.by_sample))
         return after, metrics
 
     def _update_models(

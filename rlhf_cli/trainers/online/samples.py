@@ -13,6 +13,7 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Branch, Generation
+from rlhf_cli.data.stored_arrays import Column
 from rlhf_cli.rewards.records import Score
 
 
@@ -108,7 +109,7 @@ Group = list[Sample]
 """All samples for a prompt, ordered by index."""
 
 
-def flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:
+def flat(by_response: Sequence[Column]) -> torch.Tensor:
     """Concatenate a column of response tokens, `[N]`."""
     return torch.from_numpy(np.concatenate(by_response))
 
@@ -139,9 +140,9 @@ class Rollout:
     """
 
     samples: Sequence[Sample]
-    old_logprobs: Sequence[np.ndarray] | None = None
-    frozen_logprobs: dict[str, Sequence[np.ndarray]] = field(default_factory=dict)
-    values: Sequence[np.ndarray] | None = None
+    old_logprobs: Sequence[Column] | None = None
+    frozen_logprobs: dict[str, Sequence[Column]] = field(default_factory=dict)
+    values: Sequence[Column] | None = None
     bootstrap: Sequence[float] | None = None
     step_rewards: Sequence[np.ndarray] | None = None
     advantages: Sequence[np.ndarray] | None = None
@@ -210,16 +211,27 @@ class Rollout:
         """Bounds of samples in `sequences`, int64 [B + 1]."""
         return np.cumsum([0] + [len(sample.branches) + 1 for sample in self.samples])
 
-    def by_response(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def by_response(self, columns: Sequence[Column]) -> list[Column]:
         """Convert token columns per sequence to columns per sample."""
-        # Episodes with branches have several sequences.
+        # Episodes with branches have several sequences, in different chunks of an object store: these are read.
         bounds = itertools.pairwise(self.sequence_bounds.tolist())
         return [columns[first] if end - first == 1 else np.concatenate(columns[first:end]) for first, end in bounds]
 
     @cached_property
-    def rollout_logprobs(self) -> list[np.ndarray]:
+    def rollout_logprobs(self) -> Sequence[Column]:
         """Sampler log-probs of response tokens in nats, float32."""
         return [np.asarray(response.logprobs, dtype=np.float32) for response in self.responses]
+
+    def read_stored(self) -> None:
+        """Copy model outputs out of the object store, so that they outlive it."""
+
+        def copied(column: Sequence[Column]) -> list[np.ndarray]:
+            return [np.array(values) for values in column]
+
+        self.old_logprobs = None if self.old_logprobs is None else copied(self.old_logprobs)
+        self.values = None if self.values is None else copied(self.values)
+        self.frozen_logprobs = {role: copied(column) for role, column in self.frozen_logprobs.items()}
+        self.rollout_logprobs = copied(self.rollout_logprobs)
 
     @cached_property
     def cu(self) -> torch.Tensor:

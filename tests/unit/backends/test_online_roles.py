@@ -54,6 +54,8 @@ class OneRank:
         self.num_calls += 1
         return [call(self.rank, *work)]
 
+    all_stored = all_each
+
 
 @pytest.mark.parametrize(("takes_turns", "around"), [(True, ("wake", "sleep")), (False, ())])
 def test_a_role_wakes_computes_and_sleeps_in_one_call(takes_turns, around):
@@ -95,6 +97,8 @@ class FakeGroup:
         assert recorded(call, RankWork([[]]))[0] in self.METHODS
         return [self._rank(*share.steps) for share in work]
 
+    all_stored = all_each
+
     def _rank(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         self.micro_batches.append([sum(len(sequence) for sequence in batch) for batch in micro_batches])
         return [
@@ -113,7 +117,7 @@ def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequenc
     role = FrozenPolicyRole(group, planner(num_ranks, max_tokens, max_sequences), takes_turns=False)  # type: ignore[arg-type]
     results = role.logprobs(sequences)
     for sequence, result in zip(sequences, results, strict=True):
-        assert result.tolist() == (10.0 * sequence.token_ids[sequence.loss_mask]).tolist()
+        assert np.asarray(result).tolist() == (10.0 * sequence.token_ids[sequence.loss_mask]).tolist()
     assert len(group.micro_batches) == num_ranks
     assert len({len(batches) for batches in group.micro_batches}) == 1
     assert all(size <= max_tokens for batches in group.micro_batches for size in batches)

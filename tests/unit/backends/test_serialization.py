@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.serialization import RankWork, SentWork, store
+from rlhf_cli.backends.roles.serialization import RankWork, SentWork, store, store_arrays
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
@@ -126,7 +126,7 @@ def test_stored_tokens_are_not_in_the_message_and_a_rank_gets_only_its_chunks(mo
     work = RankWork([[[second, mixed], [third]], [[first]]])
     assert work.chunks == put[:2]
     sent = SentWork.of(work)
-    assert sent.token_ids.tolist() == mixed.token_ids.tolist()
+    assert sent.token_ids.values.tolist() == mixed.token_ids.tolist()
     back = pickle.loads(pickle.dumps(sent)).work([chunk.stored for chunk in put[:2]])
     expected = [[[originals[1], mixed], [originals[2]]], [[originals[0]]]]
     for one, other in zip(back.steps, expected, strict=True):
@@ -134,6 +134,27 @@ def test_stored_tokens_are_not_in_the_message_and_a_rank_gets_only_its_chunks(mo
             for got, original in zip(members, wanted, strict=True):
                 assert_equal_sequences(got, original)
     assert [one.num_trained for one in found] == [one.num_trained for one in originals]
+
+
+def test_columns_in_the_store_are_not_in_the_message_and_arrive_with_others():
+    samples = [sample(length) for length in (5, 4, 9)]
+    put: list[Chunk] = []
+    columns = [one.columns["old_logprobs"] for one in samples]
+    old = store_arrays(columns, lambda array: put.append(Chunk(array)) or put[-1])  # type: ignore[func-returns-value]
+    sent = [
+        replace(one, columns={"advantages": one.columns["advantages"]}, stored={"old_logprobs": column})
+        for one, column in zip(samples, old, strict=True)
+    ]
+    sent[1] = samples[1]  # such as an episode with branches, whose column was joined in the driver
+    work = RankWork([[sent]])
+    assert work.chunks == put
+    own = SentWork.of(work).columns["old_logprobs"].values
+    assert own.tolist() == samples[1].columns["old_logprobs"].tolist()
+    ((found,),) = pickle.loads(message(work)).work([chunk.stored for chunk in put]).steps
+    for got, original in zip(found, samples, strict=True):
+        assert_equal_sequences(got, original)
+        for name in original.columns:
+            np.testing.assert_array_equal(got.columns[name], original.columns[name], strict=True)
 
 
 def test_an_image_of_several_prompts_is_stored_once():

@@ -158,13 +158,15 @@ class Ranks:
     def all_each(self, call, work):
         return [[pack_groups(batch).targets_K.numpy() for batch in share.steps[0]] for share in work]
 
+    all_stored = all_each
+
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 100), (2, 12), (3, 7)])
 def test_results_of_shared_packs_come_back_to_their_sequences(num_ranks, max_tokens):
     planner = MicroBatchPlanner(num_ranks, BatchConfig(train_max_tokens_per_gpu=max_tokens), 0.01, lambda: True)
     results = FrozenPolicyRole(Ranks(), planner, takes_turns=False).logprobs(SCATTERED)  # type: ignore[arg-type]
     for asked, found in zip(SCATTERED, results, strict=True):
-        assert found.tolist() == asked.token_ids[asked.loss_mask].tolist()
+        assert np.asarray(found).tolist() == asked.token_ids[asked.loss_mask].tolist()
 
 
 def test_columns_stay_with_their_tokens():

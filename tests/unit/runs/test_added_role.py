@@ -29,6 +29,7 @@ from rlhf_cli.config import base, roles
 from rlhf_cli.config.train import ZeroStage
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.stored_arrays import Column
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
@@ -133,7 +134,7 @@ def test_log_probs_of_an_added_role_reach_the_responses():
     fill_in_outputs(replace(run.roles(), frozen_policies={"judge": judge}), run.settings, responses, needs_old=False)
     assert run.journal[0] == "judge.logprobs"
     (found,) = responses.only([False, True]).frozen_logprobs["judge"]
-    assert found.tolist() == judge.logprobs(other.sequences)[0].tolist()
+    assert np.asarray(found).tolist() == judge.logprobs(other.sequences)[0].tolist()
 
 
 def judged_rollout(actor: ActorRank) -> Rollout:
@@ -149,7 +150,7 @@ def judged_rollout(actor: ActorRank) -> Rollout:
         for sample, logprobs in zip(samples, old, strict=True)
     ]
     distances = {"ref": 0.5, "judge": -0.25}
-    frozen: dict[str, Sequence[np.ndarray]] = {
+    frozen: dict[str, Sequence[Column]] = {
         role: [logprobs - distance for logprobs in old] for role, distance in distances.items()
     }
     return Rollout(samples, old_logprobs=old, frozen_logprobs=frozen)

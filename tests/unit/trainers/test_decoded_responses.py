@@ -70,7 +70,9 @@ def test_sequences_rows_and_checkpoints_are_the_same_bits(tmp_path):
         assert one.token_ids.dtype == other.token_ids.dtype == np.int32
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
-    assert [a.tobytes() for a in plain.rollout_logprobs] == [a.tobytes() for a in received.rollout_logprobs]
+    assert [np.asarray(a).tobytes() for a in plain.rollout_logprobs] == [
+        np.asarray(a).tobytes() for a in received.rollout_logprobs
+    ]
     settings = online_settings(resolve("grpo", n_samples_per_prompt=2), "grpo")
     rows = [iteration_rows(rollout.samples, rollout, settings) for rollout in (plain, received)]
     assert rows[0] == rows[1]

@@ -21,6 +21,7 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
+from rlhf_cli.data.stored_arrays import StoredArray, StoredChunk
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.parts import join
 from rlhf_cli.rewards.records import Score
@@ -114,7 +115,7 @@ def test_responses_whose_score_failed_are_left_out_in_order():
     assert [sequence.token_ids.tolist() for sequence in responses.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
     assert responses.scores_B.tolist() == [0.0, -2.0]  # 0 is a valid score
     assert responses.cu.tolist() == [0, 1, 4]
-    assert [logprobs.tolist() for logprobs in responses.rollout_logprobs] == [
+    assert [np.asarray(logprobs).tolist() for logprobs in responses.rollout_logprobs] == [
         pytest.approx([-0.1]),
         pytest.approx([-0.1, -0.2, -0.3]),
     ]
@@ -228,6 +229,10 @@ def test_observations_become_targets_of_the_actor_with_columns_of_their_own():
     assert with_observations(samples, PolicyConfig()) is samples
     no_turn = replace(samples[0], loss_mask=np.zeros(7, bool), columns={"advantages": floats()})
     assert with_observations([no_turn], policy)[0].columns["observed"].size == 0
+    column = StoredArray(StoredChunk(None, lambda _: samples[0].columns["rollout_logprobs"]), 0, 3)
+    (read,) = with_observations([replace(samples[0], columns={}, stored={"rollout_logprobs": column})], policy)
+    assert read.columns["rollout_logprobs"].tolist() == sample.columns["rollout_logprobs"].tolist()
+    assert not read.stored
 
 
 @pytest.mark.parametrize(("std", "unit"), [("none", 1.0), ("group", None)])

@@ -76,6 +76,8 @@ class OneRank:
     def all_each(self, call: Callable[..., Any], work: Sequence[Any]) -> list[Any]:
         return [call(self.target, share) for share in work]
 
+    all_stored = all_each
+
 
 class OneEngine:
     """The only rollout engine, which receives the actor's weights directly."""
