@@ -186,7 +186,7 @@ def _planned(settings: LayoutSettings, work: Workload) -> _Candidate:
     # Sleep makes room for errors of the forecast.
     reserved = replace(work.hardware, memory=_RESERVE * work.hardware.memory)
     limited = replace(work, hardware=reserved) if settings.together and not settings.models_sleep else work
-    lack = shortage(limited, gpus, host_memory(work, gpus))
+    lack = shortage(limited, gpus, host_memory(work, gpus, batching))
     return _Candidate(settings, work, gpus, phase_times(work, batching), lack)
 
 

@@ -155,8 +155,19 @@ class RoleMemory:
         shape = self.shape
         if not recomputes:
             return (shape.kept_values - shape.layers * self._saved) * self.value_bytes
-        waiting = 0 if self.offloads_activations else shape.recomputed_values - shape.layer_values
+        waiting = 0 if self.offloads_activations else self._layer_inputs
         return (waiting + shape.layer_values - self._saved) * self.value_bytes
+
+    @property
+    def _layer_inputs(self) -> int:
+        """Values per token that gradient checkpointing keeps of all layers."""
+        return self.shape.recomputed_values - self.shape.layer_values
+
+    def offloaded_inputs(self, num_tokens: float) -> float:
+        """Return the host bytes of all ranks for the layer inputs of a micro-batch, until its backward pass."""
+        if not self.offloads_activations:
+            return 0.0
+        return self.num_ranks * num_tokens * self._layer_inputs * self.value_bytes
 
     @property
     def _saved(self) -> int:

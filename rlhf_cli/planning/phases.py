@@ -154,7 +154,7 @@ def _pushing(work: Workload, role: RoleMemory) -> Parts:
     return {"weights": role.weights, "buffers": buffers, "processes": role.process}
 
 
-def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
+def host_memory(work: Workload, gpus: Sequence[GpuMemory], batching: Batching) -> dict[str, float]:
     """Return the bytes of host memory on the fullest node, by purpose. On a CPU, all models are in host memory."""
     if work.hardware.is_cpu:
         roles = [seat.role for seat in work.layout.seats if seat.role != ENGINE]
@@ -168,18 +168,21 @@ def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
     by_role = {name: work.layout.ranks_by_node(work.host(name)) for name in [*work.roles, ENGINE]}
     # Nodes with equal ranks have equal needs.
     kinds = dict.fromkeys(tuple(nodes[one.node] for nodes in by_role.values()) for one in work.layout.islands)
-    return max((_on_node(work, dict(zip(by_role, kind, strict=True))) for kind in kinds), key=total)
+    return max((_on_node(work, batching, dict(zip(by_role, kind, strict=True))) for kind in kinds), key=total)
 
 
-def _on_node(work: Workload, ranks: Mapping[str, int]) -> dict[str, float]:
+def _on_node(work: Workload, batching: Batching, ranks: Mapping[str, int]) -> dict[str, float]:
     """Return the host memory of a node with these ranks and engines, by purpose."""
-    sleeping, offloaded, average, processes = 0.0, 0.0, 0.0, 0
+    sleeping, offloaded, average, inputs, processes = 0.0, 0.0, 0.0, 0.0, 0
+    tokens = batching.max_tokens or work.longest
     for name, role in work.roles.items():
         fraction = ranks[name] / role.num_ranks
         sleeping += fraction * role.sleeping_bytes if work.models_sleep else 0.0
         offloaded += fraction * role.offloaded_bytes
         # An average is in host memory in float32, in parts of the ranks.
         average += fraction * 4 * role.num_trained if name == "actor" and work.config.setting("enable_ema") else 0.0
+        if role.num_trained:
+            inputs += fraction * role.offloaded_inputs(tokens)
         processes += ranks[name] if work.host(name) == name else 0
     processes += ranks[ENGINE] * (1 if work.engine is None else work.engine.size)
     found = {
@@ -187,6 +190,7 @@ def _on_node(work: Workload, ranks: Mapping[str, int]) -> dict[str, float]:
         "sleeping roles (pinned)": sleeping,
         "offloaded states": offloaded,
         "weight average": average,
+        "offloaded activations": inputs,
     }
     return {name: size for name, size in found.items() if size}
 

@@ -232,7 +232,7 @@ def make_plan(
         work=work,
         batching=batching,
         gpus=gpus,
-        host=host_memory(work, gpus),
+        host=host_memory(work, gpus, batching),
         disk=disk_bytes(work),
         times=phase_times(work, batching),
         price_per_gpu_hour=plan.price_per_gpu_hour,

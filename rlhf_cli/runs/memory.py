@@ -48,7 +48,7 @@ def shortage_notice(config: OnlineConfig, work: Workload, batching: Batching) ->
         config: the settings as given, before the layout was filled in.
     """
     gpu = gpu_memory(work, batching)
-    lack = shortage(work, gpu, host_memory(work, gpu))
+    lack = shortage(work, gpu, host_memory(work, gpu, batching))
     if not lack:
         return ""
     planner = planner_of(config, PlanConfig())

@@ -124,6 +124,14 @@ def test_offloaded_states_are_in_host_memory():
     assert both.host["offloaded states"] == 18 * N
 
 
+def test_offloaded_activations_are_in_host_memory():
+    """8 ranks with the inputs of 28 layers for 8,192 tokens, 3,584 values each in bf16."""
+    given = {"num_gpus": 8, "train_max_tokens_per_gpu": 8192, "gradient_checkpointing": "true"}
+    assert "offloaded activations" not in plan_of("sft", **given).host
+    host = plan_of("sft", activation_offload="true", **given).host
+    assert host["offloaded activations"] == 8 * 8192 * 28 * 3584 * 2
+
+
 def test_an_adapter_has_the_states_of_its_matrices():
     role = plan_of("sft", lora_rank=16).work.roles["model"]
     hidden, keys, width = 3584, 512, 18_944
