@@ -42,7 +42,8 @@ def slow(kind: str) -> object:
     return pytest.param(kind, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", [slow("lfm2"), "qwen3_5_text", slow("granitemoehybrid")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems, tmp_path):
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     examples, pairs = tmp_path / "examples.jsonl", tmp_path / "pairs.jsonl"

@@ -127,7 +127,8 @@ def test_two_killed_ranks_end_as_two_never_stopped(place, command):
     assert_same_weights(killed, whole)
 
 
-@pytest.mark.parametrize(("command", "stage"), [pytest.param("rm", 3, marks=pytest.mark.slow), ("dpo", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "stage"), [("rm", 3), ("dpo", 1)])
 def test_one_rank_at_another_stage_ends_a_run_of_two(place, command, stage):
     """Resume the killed run from step 10; the merged checkpoint of step 12 equals the saved model."""
     continued = Path(shutil.copytree(place.folder / f"{command}_killed", place.folder / f"{command}_by_one"))

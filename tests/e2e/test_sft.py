@@ -206,7 +206,8 @@ def finished(place: Place) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(one, marks=pytest.mark.slow) if one == "deepspeed" else one for one in LAUNCHERS]
+    "launcher",
+    ["one process", "num_processes", *(pytest.param(one, marks=pytest.mark.slow) for one in ("deepspeed", "torchrun"))],
 )
 def test_every_launcher_trains_the_same_model(place, finished, launcher):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -407,7 +408,7 @@ def test_a_second_ctrl_c_ends_at_once(place, launcher):
         pytest.param(
             "num_processes", lambda running: os.killpg(running.main.pid, signal.SIGHUP), marks=pytest.mark.slow
         ),
-        ("deepspeed", lambda running: running.main.terminate()),
+        pytest.param("deepspeed", lambda running: running.main.terminate(), marks=pytest.mark.slow),
         ("torchrun", Running.press_ctrl_c),
     ],
     ids=["num_processes SIGKILL", "num_processes SIGHUP", "deepspeed SIGTERM", "torchrun SIGINT"],

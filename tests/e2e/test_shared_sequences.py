@@ -13,7 +13,7 @@ from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, LEARNING_RATE, NOISE, farthest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROLES = ("gspo", "adapter", "critic", "reward")
 
