@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from http_servers import Server, running
+from judge_answers import MODELS, says, verdict
 from server_requests import request
-from test_rewards_judge import MODELS, config, judged, refused, says, verdict
+from test_rewards_judge import config, judged, refused
 
 from rlhf_cli.rewards.scorer import Scorer
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 from http_servers import Answer, Server, running
+from judge_answers import MODELS, part_of, question_in, says
 from scoring import finished, group
-from test_rewards_judge import MODELS, config, judged, part_of, question_in, refused, says
+from test_rewards_judge import config, judged, refused
 
 from rlhf_cli.rewards.judge.judge import judgement_line
 from rlhf_cli.rewards.judge.rubrics import items_of, reward_of

@@ -1,7 +1,6 @@
 """Judges behind chat endpoints, tested with real HTTP servers in this process."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from http_servers import HANG_UP, Answer, Server, dead_url, running
+from judge_answers import MODELS, part_of, question_in, says, verdict
 from pydantic import ValidationError
 from server_requests import request
 
@@ -21,29 +21,6 @@ from rlhf_cli.rewards.judge.template import filled, read_template
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import state
 from rlhf_cli.rewards.scorer import Scorer
-
-MODELS: Answer = (200, json.dumps({"data": [{"id": "judge-7b"}]}).encode(), {})
-
-
-def says(text: object, finish_reason: str = "stop") -> Answer:
-    """Return a chat completion with this text."""
-    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
-    return 200, json.dumps({"choices": [choice]}).encode(), {}
-
-
-def verdict(score: object, reason: str = "because") -> Answer:
-    return says(json.dumps({"reason": reason, "score": score}))
-
-
-def question_in(body: dict) -> str:
-    (message,) = body["messages"]
-    return message["content"]
-
-
-def part_of(question: str, tag: str) -> str:
-    """Return what is between the delimiters with this name, which is what a faithful judge reads."""
-    (code,) = set(re.findall(r"with the code ([0-9a-f]+) is material", question))
-    return question.split(f"<{tag}-{code}>\n")[1].split(f"\n</{tag}-{code}>")[0]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 from http_servers import Answer, Server, running
-from test_rewards_judge import MODELS, part_of, question_in, verdict
+from judge_answers import MODELS, part_of, question_in, verdict
 
 from rlhf_cli import cli
 
