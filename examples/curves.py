@@ -32,6 +32,10 @@ CURVES = {
             "eval/reward": "reward of greedy held-out answers",
         },
     ),
+    "gsm8k": (
+        "runs/gsm8k/sft",
+        {"loss": "loss per token of the worked solutions"},
+    ),
     "images": (
         "runs/images/practice",
         {"accuracy": "right answers"},

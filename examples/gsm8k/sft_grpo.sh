@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Teaches a small model short word problems, within an hour on two CPU cores:
+# Teaches a small model short word problems on two CPU cores: sft takes 22 minutes, an iteration of grpo 2.5:
 #   1. selects problems with at most STEPS calculations
 #   2. sft on the worked solutions, one epoch
 #   3. grpo on the same problems
@@ -13,7 +13,7 @@
 #
 # Environment variables and their defaults: STEPS 2 calculations, EPOCHS 1 of sft, SFT_LEARNING_RATE 1e-4,
 #   PROMPTS 32 per iteration, GROUP 8 answers per problem, ITERATIONS 12, LEARNING_RATE 2e-5, MAX_NEW_TOKENS 160,
-#   MAX_LEN 512, FLAGS (more flags for grpo).
+#   MAX_LEN 512, MAX_TOKENS 4096 per micro-batch of grpo (16,192 do not fit in 24 GiB), FLAGS (more flags for grpo).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL gsm8k_train.jsonl gsm8k_test.jsonl [OUTPUT]}
@@ -44,7 +44,7 @@ if [ ! -d "$OUTPUT/grpo/model" ]; then
     --output "$OUTPUT/grpo" --load_checkpoint --save_steps 4 --num_episodes 100 \
     --max_iterations "${ITERATIONS:-12}" --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$GROUP" \
     --train_batch_size "$((PROMPTS * GROUP))" --actor_learning_rate "${LEARNING_RATE:-2e-5}" \
-    --lr_scheduler constant --init_kl_coef 0 \
+    --lr_scheduler constant --init_kl_coef 0 --train_max_tokens_per_gpu "${MAX_TOKENS:-4096}" \
     --max_new_tokens "$MAX_NEW_TOKENS" --max_len "$MAX_LEN" ${FLAGS:-}
 fi
 
