@@ -23,7 +23,7 @@ COMMUNICATORS = 0.9 * GIB
 GRAPHS = 1.5 * GIB
 """Memory that a sleeping vLLM engine keeps besides its context: CUDA graphs and buffers."""
 USABLE = 0.95
-"""Usable fraction of GPU memory; the rest is lost to fragmentation."""
+"""Usable fraction of the memory of a GPU or host: the rest is lost to fragmentation or belongs to other programs."""
 _FEW_TOKENS = 8192
 """Micro-batches with fewer tokens slow a GPU down more than recomputing layers does."""
 _STEP = 512

@@ -225,8 +225,8 @@ def shortage(work: Workload, gpus: Sequence[GpuMemory], host: Mapping[str, float
         return f"{' + '.join(fullest.roles)} need {fullest.peak / GIB:.1f} of {limit / GIB:.1f} GiB"
     needed, available = total(host), work.hardware.host_memory
     # Host memory of other machines is unknown.
-    if available is not None and needed > available:
-        return f"a node needs {needed / GIB:.0f} of {available / GIB:.0f} GiB of host memory"
+    if available is not None and needed > USABLE * available:
+        return f"a node needs {needed / GIB:.0f} of {USABLE * available / GIB:.0f} GiB of host memory"
     return ""
 
 

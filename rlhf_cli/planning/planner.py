@@ -61,7 +61,8 @@ class Plan:
         """How much memory is missing, as a fraction of what exists; 0 if the command fits."""
         found = sum(max(0.0, *self._excesses(gpu)) for gpu in self.gpus)
         # Host memory of other machines is unknown.
-        host_limit = self.limits.get(HOST, self.work.hardware.host_memory)
+        host_memory = self.work.hardware.host_memory
+        host_limit = self.limits.get(HOST, None if host_memory is None else USABLE * host_memory)
         if host_limit is not None:
             found += max(0.0, self.peak_in(HOST) / host_limit - 1)
         engine = self.work.engine
