@@ -110,16 +110,17 @@ def join(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     if not parts:
         return Score(0.0, "scored")
     values = {name: part.value for name, part in parts.items() if part.value is not None}
+    judgements = [judgement for part in parts.values() for judgement in part.judgements]
     if len(values) < len(parts):
         failed = next(part for part in parts.values() if part.value is None)
-        return Score(None, "failed", failed.detail, values, failure=failed.failure)
+        return Score(None, "failed", failed.detail, values, failure=failed.failure, judgements=judgements)
     first = next((part for part in parts.values() if part.status != "scored"), next(iter(parts.values())))
     total = _total([weights[name] * value for name, value in values.items()])
     # A sum of finite rewards can overflow.
     if not math.isfinite(total):
-        return Score(None, "failed", f"the rewards sum to {total}", values, failure="bad_result")
+        detail = f"the rewards sum to {total}"
+        return Score(None, "failed", detail, values, failure="bad_result", judgements=judgements)
     metrics = {name: value for part in parts.values() for name, value in part.metrics.items()}
-    judgements = [judgement for part in parts.values() for judgement in part.judgements]
     return Score(
         total,
         first.status,

@@ -78,7 +78,7 @@ class Score:
     - `failure`: failure kind if the status is "failed".
     - `filter`: value for dynamic filtering; None uses `value`.
     - `metrics`: extra metrics reported by rewards, by name.
-    - `judgements`: verdicts of judges as JSON values, each with a `reason`.
+    - `judgements`: verdicts of judges as JSON values, each with a `reason`, or why there is none in `failed`.
 
     Example of a right answer in a wrong format:
     `Score(1.0, "correct", "5", {"exact": 1.0, "format": 0.0}, answer="5")`.

@@ -156,9 +156,16 @@ def _failed(detail: str) -> Score:
     return Score(None, "failed", detail, failure="unjudged")
 
 
-def _failed_call(outcome: ItemOutcome) -> Score:
+def _failed_call(outcome: ItemOutcome, judgements: Sequence[Judgement] = ()) -> Score:
+    """Return a failed score. `judgements`: those of other calls; by default, only that this call failed."""
     assert outcome.failure is not None
-    return Score(None, "failed", f"{JUDGE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)
+    detail, kind = f"{JUDGE_PART} {outcome.failure.reason}", outcome.failure.kind
+    return Score(None, "failed", detail, failure=kind, judgements=list(judgements) or [_failed_judgement(outcome)])
+
+
+def _failed_judgement(outcome: ItemOutcome) -> Judgement:
+    assert outcome.failure is not None
+    return {"failed": outcome.failure.reason}
 
 
 def _scored(outcomes: Sequence[ItemOutcome]) -> list[Score]:
@@ -194,10 +201,13 @@ def _compared(count: int, pairs: Sequence[tuple[int, int]], outcomes: Sequence[I
         won[second].append(0.5)
     for number, (first, second) in enumerate(pairs):
         both = outcomes[2 * number : 2 * number + 2]
-        for outcome in both:
-            if outcome.failure is not None:
-                failed[first] = failed[second] = outcome
         if any(outcome.failure is not None for outcome in both):
+            for outcome, position in zip(both, _POSITIONS, strict=True):
+                if outcome.failure is not None:
+                    failed[first] = failed[second] = outcome
+                    fault = _failed_judgement(outcome)
+                    judgements[first].append({"against": second, "shown": position, **fault})
+                    judgements[second].append({"against": first, "shown": _other(position), **fault})
             continue
         # In the second order, the second response came first.
         shares = [both[0].value["won"], 1 - both[1].value["won"]]
@@ -205,11 +215,10 @@ def _compared(count: int, pairs: Sequence[tuple[int, int]], outcomes: Sequence[I
             flips[place].append(shares[0] != shares[1])
         won[first].append(sum(shares) / 2)
         won[second].append(1 - sum(shares) / 2)
-        for share, outcome, position in zip(shares, both, ("first", "second"), strict=True):
-            other = "second" if position == "first" else "first"
+        for share, outcome, position in zip(shares, both, _POSITIONS, strict=True):
             reason = outcome.value["reason"]
             judgements[first].append({"against": second, "shown": position, "won": share, "reason": reason})
-            judgements[second].append({"against": first, "shown": other, "won": 1 - share, "reason": reason})
+            judgements[second].append({"against": first, "shown": _other(position), "won": 1 - share, "reason": reason})
     return [
         Score(
             sum(won[place]) / len(won[place]),
@@ -218,7 +227,7 @@ def _compared(count: int, pairs: Sequence[tuple[int, int]], outcomes: Sequence[I
             judgements=judgements[place],
         )
         if won[place]
-        else _failed_call(failed[place])
+        else _failed_call(failed[place], judgements[place])
         for place in range(count)
     ]
 
@@ -268,6 +277,10 @@ def judgement_line(judgement: Judgement) -> str:
     """Return a judgement in one line: what was decided, and why."""
     reason = f": {judgement['reason']}" if judgement.get("reason") else ""
     match judgement:
+        case {"failed": fault, "against": other, "shown": position}:
+            return f"shown {position}, not compared with sample {other}: {fault}"
+        case {"failed": fault}:
+            return f"no verdict: {fault}"
         case {"met": met, "criterion": criterion, "weight": weight}:
             return f"{'met' if met else 'not met'}, weight {weight:g}: {criterion}{reason}"
         case {"against": other, "won": float(won), "shown": position}:
@@ -278,4 +291,9 @@ def judgement_line(judgement: Judgement) -> str:
             return f"score {judgement['score']:.6g}{reason}"
 
 
+def _other(position: str) -> str:
+    return _POSITIONS[position == _POSITIONS[0]]
+
+
+_POSITIONS = ("first", "second")
 _WON = {1.0: "better than", 0.0: "worse than", 0.5: "equal to"}

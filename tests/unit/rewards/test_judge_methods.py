@@ -89,6 +89,7 @@ def test_verdicts_on_wrong_items_are_failures(server, answer, reason):
     (score,) = judged(config(server, judge_method="rubric"), with_rubric(RUBRIC))
     assert (score.value, score.failure) == (None, "bad_result")
     assert score.detail.startswith(f"judge {server.base} {reason}")
+    assert [f"judge {judgement['failed']}" for judgement in score.judgements] == [score.detail]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,13 @@ def test_a_response_that_a_judge_cannot_compare_fails_alone(server):
     server.answer = lambda body: says("?") if "bad" in question_in(body) else longer_is_better(body)
     scores = judged(config(server, judge_method="pairwise"), *group("ccc", "a", "bad"))
     assert [score.value for score in scores] == [1.0, 0.0, None]
-    assert scores[2].detail == f"judge {server.base} gave no verdict in JSON: ?"
+    fault = f"{server.base} gave no verdict in JSON: ?"
+    assert scores[2].detail == f"judge {fault}"
+    assert scores[2].judgements == [
+        {"against": other, "shown": shown, "failed": fault} for other in (0, 1) for shown in ("second", "first")
+    ]
+    assert len(scores[0].judgements) == 4, "also the failed comparisons of a response with a reward"
+    assert judgement_line(scores[0].judgements[2]) == f"shown first, not compared with sample 2: {fault}"
 
 
 @pytest.mark.parametrize("better", [0, 3, True, None, "first", [1]])

@@ -163,6 +163,44 @@ def test_turns_of_an_episode_have_their_rewards(browser, tmp_path):
     viewed(browser, tmp_path, "samples", check)
 
 
+def test_verdicts_of_judges_are_shown_with_their_reasons(browser, tmp_path):
+    run = make_run(tmp_path / "run", samples=0)
+    rubric = [
+        {"criterion": "States 42.", "weight": 3.0, "met": True, "reason": "it does"},
+        {"criterion": "Names a dose.", "weight": -2.0, "met": True, "reason": HOSTILE},
+    ]
+    pairs = [
+        {"against": 0, "shown": "second", "won": 0.0, "reason": "shorter"},
+        {"against": 2, "shown": "first", "failed": "http://judge/v1 gave no verdict in JSON: ?"},
+    ]
+    other = [{"score": 0.25, "reason": ""}, {"rank": 2, "of": 3, "reason": "clear"}, {"failed": "sent nothing"}]
+    write(run / SAMPLES_FILE, [sample(place, judgements=found) for place, found in enumerate((rubric, pairs, other))])
+    expected = {
+        1: [["met", "States 42. (weight 3)\nit does"], ["met", f"Names a dose. (weight -2)\n{HOSTILE}"]],
+        2: [
+            ["worse than", "sample 0, shown second\nshorter"],
+            ["failed", "sample 2, shown first\nhttp://judge/v1 gave no verdict in JSON: ?"],
+        ],
+        3: [["score 0.25", ""], ["rank 2 of 3", "clear"], ["failed", "sent nothing"]],
+    }
+
+    async def check(page: Page) -> None:
+        table = "document.querySelector('[aria-label=\"Verdicts of the judge\"]')"
+        cells = f"[...{table}.rows].map(row => [...row.cells].map(cell => cell.innerText))"
+        for number, shown in expected.items():
+            await page.value(f"location.hash = 'samples?number={number}'")
+            await page.until(f"{table}?.innerText.includes({json.dumps(shown[0][0])})")
+            assert await page.value(cells) == shown
+            assert await accessibility_problems(page) == []
+        await page.value("location.hash = 'samples?number=1'")
+        await page.until(f"{table}.innerText.includes('dose')")
+        tones = f"[...{table}.querySelectorAll('.chip')].map(chip => chip.className)"
+        # What a response must not do is bad if it is met.
+        assert await page.value(tones) == ["chip good", "chip bad"]
+
+    viewed(browser, tmp_path, "samples?number=1", check)
+
+
 def test_tabs_are_chosen_by_keys_and_runs_can_be_hidden(browser, tmp_path):
     message = "kl-spike in iteration 2: <b>too far</b>"
     write(make_run(tmp_path / "one") / "alarms.jsonl", [{"step": 2, "alarm": "kl-spike", "message": message}])

@@ -7,7 +7,7 @@ import {Chip, Failed, go, html, number, useRequest} from "view/shared.js";
 const HEADINGS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
 // Shown in other places than the list of values.
 const SHOWN = ["number", "step", "prompt", "opening", "response", "label", "reward", "verdict", "images", "messages",
-  "turn_rewards", "branches", "tools", "prompt_number"];
+  "turn_rewards", "branches", "tools", "prompt_number", "judgements"];
 
 const asText = value => typeof value === "string" ? value : JSON.stringify(value, null, 1);
 
@@ -34,6 +34,7 @@ export function Sample({run, file, number: chosen}) {
     ${Object.entries(HEADINGS).map(([name, heading]) => name === "response" && Array.isArray(row.messages)
       ? html`<${Episode} row=${row}/>`
       : row[name] !== null && row[name] !== undefined && html`<h3>${heading}</h3><pre>${asText(row[name])}</pre>`)}
+    ${row.judgements?.length > 0 && html`<${Judgements} judgements=${row.judgements}/>`}
     ${run.is_explained && file === "samples.jsonl" && (isLive
       ? html`<${Tokens} key=${`${run.number} ${chosen}`} run=${run} number=${chosen} step=${row.step}/>`
       : html`<p class="small soft">To explain its tokens: <code>rlhf why ${run.path} --sample ${row.id}</code></p>`)}
@@ -45,6 +46,29 @@ const Images = ({run, row}) => html`<div class="pictures">${
   (row.images ?? []).map(name => imageAddress(run, name)).filter(Boolean).map((address, place) => html`
   <img src=${address} alt=${`image ${place + 1} of the prompt`}/>`)}
 </div>`;
+
+// Verdicts of judges (rewards/judge/judge.py): what was decided, about what, and why.
+function decision({failed, met, weight, criterion, against, shown, won, rank, of, score}) {
+  const pair = `sample ${against}, shown ${shown}`;
+  if (failed !== undefined) return {tone: "warn", text: "failed", about: against === undefined ? "" : pair};
+  if (met !== undefined) {
+    return {tone: met === (weight > 0) ? "good" : "bad", text: met ? "met" : "not met",
+      about: `${criterion} (weight ${number(weight)})`};
+  }
+  if (against !== undefined) {
+    return {tone: won === 1 ? "good" : won === 0 ? "bad" : "",
+      text: won === 1 ? "better than" : won === 0 ? "worse than" : "equal to", about: pair};
+  }
+  if (rank !== undefined) return {tone: "", text: `rank ${rank} of ${of}`, about: ""};
+  return {tone: "", text: `score ${number(score)}`, about: ""};
+}
+
+const Judgements = ({judgements}) => html`<h3>Verdicts of the judge</h3>
+  <div class="scroller"><table aria-label="Verdicts of the judge"><tbody>${judgements.map(judgement => {
+    const {tone, text, about} = decision(judgement);
+    return html`<tr><th scope="row"><span class=${`chip ${tone}`}>${text}</span></th>
+      <td>${about}${about && html`<br/>`}<span class="soft">${judgement.reason || judgement.failed || ""}</span></td></tr>`;
+  })}</tbody></table></div>`;
 
 // An environment without rewards gives zeros, which mean nothing next to the score of a verifier.
 function turnRewards(row) {
