@@ -48,7 +48,7 @@ class ModelConfig(ModelSource):
     """Attention kernel for packed sequences. auto selects the fastest one installed and supported by the device."""
     gradient_checkpointing: bool | None = None
     """Recompute layers in the backward pass: saves memory for about a third more compute. Default: if activations do
-    not fit in GPU memory, as reported at startup.
+    not fit in memory, as reported at startup.
     """
     activation_offload: Annotated[bool, Needs("gradient_checkpointing"), Excludes("compile_model")] = False
     """Offload the layer inputs saved by --gradient_checkpointing to host memory until the backward pass."""

@@ -25,7 +25,7 @@ class BatchConfig(SettingsGroup):
     train_max_tokens_per_gpu: int | None = Field(None, gt=0)
     """Maximum tokens per packed micro-batch, which limits activation memory. Four image patches count as one token if
     that is more.
-    Default: 16,192; on a GPU with less memory, the largest multiple of 512 that fits.
+    Default: 16,192; with less memory, the largest multiple of 512 that fits.
     """
     micro_train_batch_size: int | None = Field(None, gt=0)
     """Maximum sequences per packed micro-batch. Default: limited only by tokens."""

@@ -62,9 +62,9 @@ def _shorter(shortage: Shortage, config: CommandConfig) -> str | None:
 
 def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner) -> str | None:
     """Return the best change that saves the missing memory."""
-    # With the values that were chosen for the GPU, so that they can be lowered.
+    # With the values that were chosen for the memory, so that they can be lowered.
     batching, chosen = plan.batching, dict[str, object]()
-    if plan.work.trained and not plan.work.hardware.is_cpu:
+    if plan.work.trained:
         chosen = {"gradient_checkpointing": batching.recomputes, "train_max_tokens_per_gpu": batching.max_tokens}
     # A pack as short as one sequence does not get smaller with fewer tokens per micro-batch.
     one_sequence = 0 < shortage.tokens <= plan.work.longest

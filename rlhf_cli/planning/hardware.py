@@ -198,15 +198,21 @@ _ASSUMED_SPEED = (1e11, 1e10)
 
 def this_cpu() -> Hardware:
     """Measure this machine's CPU, for about 0.2 seconds. If host memory is full, its speed is assumed."""
-    cores = len(os.sched_getaffinity(0))
-    memory = float(usable_memory())
     try:
-        flops, bandwidth = _measured_speed()
+        return _cpu(*_measured_speed())
     except (MemoryError, RuntimeError) as error:
         if full_memory(error) is None:
             raise
-        # A plan for an out-of-memory error compares changes with each other, which needs no exact speed.
-        flops, bandwidth = _ASSUMED_SPEED
+        return unmeasured_cpu()
+
+
+def unmeasured_cpu() -> Hardware:
+    """Return this machine's memory with assumed speeds, which suffice to compare changes of a plan with each other."""
+    return _cpu(*_ASSUMED_SPEED)
+
+
+def _cpu(flops: float, bandwidth: float) -> Hardware:
+    cores, memory = len(os.sched_getaffinity(0)), float(usable_memory())
     link = bandwidth / 4  # a copy between processes reads and writes twice
     return Hardware(
         processor_name() or "CPU", memory, flops, bandwidth, link, link, link, cores, 1, memory, is_cpu=True

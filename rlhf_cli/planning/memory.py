@@ -26,7 +26,7 @@ USABLE = 0.95
 """Usable fraction of the memory of a GPU or host: the rest is lost to fragmentation or belongs to other programs."""
 _FEW_TOKENS = 8192
 """Micro-batches with fewer tokens slow a GPU down more than recomputing layers does."""
-_STEP = 512
+TOKEN_STEP = 512
 """Token limits are multiples of this."""
 _GATHERED = 1_000_000_000
 """DeepSpeed's default for the parameters that ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`)."""
@@ -339,7 +339,7 @@ def fit_to_memory(
         recomputes = not _fits(role, free, enough, recomputes=False)
     num_fit = _largest(role, free, wanted, recomputes=recomputes)
     # Whole STEPs, but never less than the longest sequence: it cannot be split.
-    tokens = max_tokens or max(num_fit, min(wanted, needed_tokens), _STEP)
+    tokens = max_tokens or max(num_fit, min(wanted, needed_tokens), TOKEN_STEP)
     memory = f"states {states / GIB:.1f} of {room / GIB:.0f} GiB, activations {kept / 2**20:.1f} MiB per token"
     mode = f"gradient checkpointing on ({again / 2**20:.2f} MiB)" if recomputes else "gradient checkpointing off"
     warning = "" if num_fit >= tokens else f", BUT ONLY ABOUT {num_fit:,} TOKENS FIT"
@@ -356,5 +356,5 @@ def _largest(role: RoleMemory, free: float, most: int, *, recomputes: bool) -> i
     if _fits(role, free, most, recomputes=recomputes):
         return most
     # A linear search is too slow for the hundreds of layouts of a plan. False sorts before True.
-    sizes = range(_STEP, most + 1, _STEP)
-    return _STEP * bisect_left(sizes, True, key=lambda size: not _fits(role, free, size, recomputes=recomputes))
+    sizes = range(TOKEN_STEP, most + 1, TOKEN_STEP)
+    return TOKEN_STEP * bisect_left(sizes, True, key=lambda size: not _fits(role, free, size, recomputes=recomputes))

@@ -1,12 +1,15 @@
 """Peak memory on each kind of GPU in each phase of a step, and memory of hosts and disks."""
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.config.train import DEFAULT_TOKENS
-from rlhf_cli.planning.memory import GIB, USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
+from rlhf_cli.planning.memory import GIB, TOKEN_STEP, USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
 from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
@@ -50,15 +53,52 @@ def batching_of(work: Workload) -> Batching:
         return Batching(False, 0)
     given, recomputes = config.setting("train_max_tokens_per_gpu"), config.setting("gradient_checkpointing")
     if work.hardware.is_cpu:
-        # Small steps fill no micro-batch.
-        ranks = min(work.roles[name].num_ranks for name in work.trained)
-        mean = int(-(-work.tokens.trained // (work.tokens.updates * ranks)))
-        return Batching(bool(recomputes), min(given or DEFAULT_TOKENS, max(1, mean)))
+        return _fit_to_host(work, given, recomputes)
     fits = [_fit_of(work, name) for name in work.trained]
     # All roles have the same settings, so the fullest GPU decides.
     fit = min(fits, key=lambda one: (not one.recomputes, one.max_tokens))
     chosen = recomputes is None or given is None
     return Batching(fit.recomputes, fit.max_tokens, fit.reason if chosen else "")
+
+
+def _fit_to_host(work: Workload, given: int | None, recomputes: bool | None) -> Batching:
+    """Return the largest micro-batches for which all processes fit in host memory together.
+
+    Recomputing layers is the last resort: it slows a CPU down, and small micro-batches do not.
+    """
+    # Rows may be longer than planned, so assume full micro-batches.
+    full = replace(work, tokens=replace(work.tokens, trained=math.inf))
+    limit = USABLE * work.hardware.memory
+
+    def lacks(again: bool, size: int) -> bool:
+        batching = Batching(again, size)
+        return total(host_memory(full, gpu_memory(full, batching), batching)) > limit
+
+    wanted = given or DEFAULT_TOKENS
+    # The longest sequence cannot be split.
+    least = min(wanted, TOKEN_STEP * math.ceil(work.longest / TOKEN_STEP))
+    sizes = [wanted] if given else [*range(least, wanted, TOKEN_STEP), wanted]
+    num_fit, again = 0, bool(recomputes)
+    for again in [False, True] if recomputes is None else [recomputes]:
+        # False sorts before True.
+        num_fit = bisect_left(sizes, True, key=partial(lacks, again))
+        if num_fit:
+            break
+    tokens = sizes[max(0, num_fit - 1)]
+    if again == bool(recomputes) and tokens == wanted:
+        return Batching(again, tokens)
+    mode = f"gradient checkpointing {'on' if again else 'off'}, up to {tokens:,} tokens per micro-batch"
+    verdict = "fit" if num_fit else "DO NOT FIT"
+    return Batching(again, tokens, f"{mode}, which {verdict} in {limit / GIB:.1f} GiB of host memory")
+
+
+def _tokens_of_pack(work: Workload, batching: Batching) -> float:
+    """Return the tokens of a micro-batch: on a CPU at most those of a rank in a step, which are often fewer."""
+    most = batching.max_tokens or work.longest
+    if not (work.hardware.is_cpu and work.trained):
+        return most
+    ranks = min(work.roles[name].num_ranks for name in work.trained)
+    return min(most, max(1.0, work.tokens.trained / (work.tokens.updates * ranks)))
 
 
 def _fit_of(work: Workload, name: str) -> Fit:
@@ -101,7 +141,7 @@ def gpu_memory(work: Workload, batching: Batching) -> list[GpuMemory]:
 def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[str, Parts]:
     """Return the peak of each phase on a GPU with these roles."""
     models, engine = [name for name in users if name != ENGINE], ENGINE in users
-    tokens = batching.max_tokens or work.longest
+    tokens = _tokens_of_pack(work, batching)
     phases: dict[str, list[Parts]] = {}
     if engine and work.engine is not None:
         phases["generate"] = [added(work.engine.generating(), *(_idle(work, batching, name) for name in models))]
@@ -142,7 +182,7 @@ def _idle(work: Workload, batching: Batching, name: str) -> Parts:
 
 def _kept(work: Workload, batching: Batching, role: RoleMemory) -> Parts:
     """Return the memory of a role that does not sleep: PyTorch's allocator keeps that of its largest pass."""
-    tokens = batching.max_tokens or work.longest
+    tokens = _tokens_of_pack(work, batching)
     return role.training(tokens, recomputes=batching.recomputes) if role.num_trained else role.forward(tokens)
 
 
@@ -174,7 +214,7 @@ def host_memory(work: Workload, gpus: Sequence[GpuMemory], batching: Batching) -
 def _on_node(work: Workload, batching: Batching, ranks: Mapping[str, int]) -> dict[str, float]:
     """Return the host memory of a node with these ranks and engines, by purpose."""
     sleeping, offloaded, average, inputs, processes = 0.0, 0.0, 0.0, 0.0, 0
-    tokens = batching.max_tokens or work.longest
+    tokens = _tokens_of_pack(work, batching)
     for name, role in work.roles.items():
         fraction = ranks[name] / role.num_ranks
         sleeping += fraction * role.sleeping_bytes if work.models_sleep else 0.0

@@ -1,4 +1,4 @@
-"""Defaults that depend on GPU memory, and host memory of sleeping roles, from the plan of the run."""
+"""Defaults that depend on memory, and host memory of sleeping roles, from the plan of the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.changes import best_changes
-from rlhf_cli.planning.hardware import GPUS, Hardware
+from rlhf_cli.planning.hardware import GPUS, Hardware, unmeasured_cpu
 from rlhf_cli.planning.memory import GIB
 from rlhf_cli.planning.phases import Batching, batching_of, gpu_memory, host_memory, shortage, sleeping_by_node
 from rlhf_cli.planning.planner import shapes_of, workload_of
@@ -22,10 +22,11 @@ from rlhf_cli.runs.plan import planner_of
 _ConfigT = TypeVar("_ConfigT", bound=CommandConfig)
 
 
-def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU on this machine, or None without GPUs."""
+def hardware_of_ranks(num_ranks: int) -> Hardware:
+    """Return this machine as memory for the ranks of an offline run: of its smallest GPU, or of a CPU for all ranks."""
     # From the driver: initializing CUDA here would allocate memory in the driver process.
-    return min((gpu.memory << 20 for gpu in gpus()), default=None)
+    memory = min((gpu.memory << 20 for gpu in gpus()), default=None)
+    return unmeasured_cpu() if memory is None else _hardware(memory, [num_ranks])
 
 
 def _hardware(memory: float, node_gpus: Sequence[int]) -> Hardware:
@@ -55,18 +56,19 @@ def shortage_notice(config: OnlineConfig, work: Workload, batching: Batching) ->
     changes = best_changes(config, planner(config, work.hardware), planner)
     # A forecast may be wrong, so the run starts.
     if not changes or changes[0].gpus:
-        return f"The plan does not fit these GPUs with any flags: {lack}"
+        hardware = "this machine" if work.hardware.is_cpu else "these GPUs"
+        return f"The plan does not fit {hardware} with any flags: {lack}"
     return f"The plan does not fit: {lack}; it fits with {changes[0].flags}"
 
 
-def offline_batching(config: OfflineConfig, *, memory: float, num_ranks: int, longest: int) -> Batching:
-    """Choose gradient checkpointing and tokens per micro-batch for a GPU's memory.
+def offline_batching(config: OfflineConfig, hardware: Hardware, *, num_ranks: int, longest: int) -> Batching:
+    """Choose gradient checkpointing and tokens per micro-batch for the memory of GPUs or of this machine.
 
     Args:
         longest: tokens of the longest item of the data.
     """
     config = config.updated({"num_processes": num_ranks})
-    work = workload_of(config, PlanConfig(), _hardware(memory, [num_ranks]), shapes_of(config), has_critic=False)
+    work = workload_of(config, PlanConfig(), hardware, shapes_of(config), has_critic=False)
     return batching_of(replace(work, longest=-(-longest // config.deepspeed.sequence_parallel_size)))
 
 

@@ -128,7 +128,10 @@ def record_plan(directory: Path, settings: Mapping[str, object]) -> None:
 
 def _record(directory: Path, settings: Mapping[str, object]) -> None:
     proof = _proof(directory, settings, source=str(directory))
-    found = {"settings": settings, **proof.as_dict()}
+    hardware = proof.plan.work.hardware
+    # The size of micro-batches depends on the memory, which may differ where the plan is read.
+    machine = {"gpu": "cpu", "host_memory_gib": hardware.memory / GIB} if hardware.is_cpu else {}
+    found = {"settings": {**settings, **machine}, **proof.as_dict()}
     (directory / PLAN_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     # The first step compiles and allocates, so that a median needs others.
     if proof.num_steps >= _LEAST_STEPS:

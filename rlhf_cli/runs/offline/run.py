@@ -41,7 +41,7 @@ from rlhf_cli.runs.adapter_rates import adapter_rate_facts, adapter_rate_notices
 from rlhf_cli.runs.busy_machine import load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.events import alarm_event
-from rlhf_cli.runs.memory import gpu_bytes, offline_batching, with_batching
+from rlhf_cli.runs.memory import hardware_of_ranks, offline_batching, with_batching
 from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
 from rlhf_cli.runs.plan_proof import gpu_settings, record_plan
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
@@ -219,15 +219,15 @@ def make_ready(config: OfflineConfig, task: OfflineTask, resume: Checkpoint | No
 def _fitted(
     config: OfflineConfig, task: OfflineTask, *, num_ranks: int
 ) -> tuple[OfflineConfig, OfflineTask, dict[str, str]]:
-    """Fit activation recomputation and micro-batch size to GPU memory. All ranks use rank 0's values."""
-    on_gpu = distributed.device().type == "cuda"
-    room = distributed.by_first_rank(gpu_bytes) if on_gpu else None
-    if room is None:
+    """Fit activation recomputation and micro-batch size to memory. All ranks use rank 0's values."""
+    if distributed.device().type == "cpu" and distributed_env.ranks_per_node() < num_ranks:
+        # Plans for a CPU have one machine.
         return config, task, {}
+    hardware = distributed.by_first_rank(partial(hardware_of_ranks, num_ranks))
     parts = [part for part in (task.items.data, task.items.eval_data) if part is not None]
     # The longest item of both datasets must fit, since evaluation uses the same limit.
     longest = max(int(part.lengths.max()) for part in parts)
-    batching = offline_batching(config, memory=room, num_ranks=num_ranks, longest=longest)
+    batching = offline_batching(config, hardware, num_ranks=num_ranks, longest=longest)
     base = task.model.base.model_copy(update={"gradient_checkpointing": batching.recomputes})
     task = replace(task, model=replace(task.model, base=base))
     return with_batching(config, batching), task, {"Memory": batching.reason} if batching.reason else {}

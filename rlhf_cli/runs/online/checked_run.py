@@ -29,6 +29,7 @@ from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.layouts import choose_layout
 from rlhf_cli.planning.phases import batching_of
 from rlhf_cli.planning.planner import shapes_of
+from rlhf_cli.planning.workload import CPU_PLACES
 from rlhf_cli.runs.adapter_rates import adapter_rate_notices
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import online_workload, shortage_notice, with_batching
@@ -174,7 +175,7 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int], hardware: Hardware | No
 
     Args:
         node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
-        hardware: the GPUs, None if unknown.
+        hardware: the GPUs, or the only node without GPUs; None if unknown.
     """
     config, models = run.config, run.models
     layout, reason = choose_layout(
@@ -190,14 +191,16 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int], hardware: Hardware | No
     if run.resume is not None:
         layout_notices(run.resume, config, models)
     placed = replace(run, config=config, layout_reason=reason)
-    return _fitted(placed, hardware, node_gpus, given=run.config) if node_gpus else placed
+    if hardware is None and not node_gpus:
+        return placed
+    return _fitted(placed, hardware, node_gpus or [CPU_PLACES], given=run.config)
 
 
 def _fitted(run: OnlineRun, hardware: Hardware | None, node_gpus: Sequence[int], *, given: OnlineConfig) -> OnlineRun:
-    """Choose activation recomputation and micro-batch size to fit the GPU memory.
+    """Choose activation recomputation and micro-batch size to fit the memory.
 
     Args:
-        hardware: the GPUs; None if their memory is unknown, in which case layers are recomputed.
+        hardware: GPUs or CPU; None for GPUs of unknown memory, for which layers are recomputed.
         given: the settings without a layout.
     """
     config, models = run.config, run.models

@@ -22,7 +22,7 @@ from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.dtypes import DTYPES, dtype_note
 from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.options import to_yaml
-from rlhf_cli.planning.hardware import hardware_of_run
+from rlhf_cli.planning.hardware import hardware_of_run, unmeasured_cpu
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.adapter_rates import adapter_rate_facts
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
@@ -155,7 +155,10 @@ def reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     """Fill in the run's sizes for the cluster, and reserve resources."""
     cluster = stack.enter_context(ray_cluster())
     node_gpus = cluster.node_gpus if cluster.has_gpus else []
-    run = placed_run(run, node_gpus, hardware_of_run(node_gpus, cluster.gpu_kinds) if node_gpus else None)
+    hardware = hardware_of_run(node_gpus, cluster.gpu_kinds) if node_gpus else None
+    if len(cluster.node_gpus) == 1 and not cluster.has_gpus:
+        hardware = unmeasured_cpu()
+    run = placed_run(run, node_gpus, hardware)
     config = run.config
     layout = plan_layout(config.layout_settings(run.models.by_role), node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)

@@ -287,12 +287,30 @@ def test_the_bottleneck_follows_from_the_workload():
 
 
 def test_a_plan_on_a_cpu_that_needs_the_last_twentieth_of_memory_does_not_fit():
-    """A 135M model in grpo with default packs was planned with 23.4 of 23.6 GiB, and was killed."""
-    needed = plan_of("grpo", pretrain="HuggingFaceTB/SmolLM2-135M", gpu="cpu").peak_in("host") / GIB
+    """A 135M model in grpo with packs of 16,192 tokens was planned with 23.4 of 23.6 GiB, and was killed."""
+    given = {"pretrain": "HuggingFaceTB/SmolLM2-135M", "gpu": "cpu", "train_max_tokens_per_gpu": 16_192}
+    given |= {"gradient_checkpointing": "false"}
+    needed = plan_of("grpo", **given, host_memory_gib=100).peak_in("host") / GIB
     for memory, fits in ((needed / 0.94, True), (needed / 0.96, False)):
-        plan = plan_of("grpo", pretrain="HuggingFaceTB/SmolLM2-135M", gpu="cpu", host_memory_gib=memory)
+        plan = plan_of("grpo", **given, host_memory_gib=memory)
         assert plan.peak_in("host") == pytest.approx(needed * GIB)
         assert plan.fits is fits
+
+
+def test_micro_batches_on_a_cpu_shrink_to_fit_before_layers_are_recomputed():
+    def planned(memory: float, **given: object) -> tuple[bool, int, bool]:
+        plan = plan_of("grpo", pretrain="HuggingFaceTB/SmolLM2-135M", gpu="cpu", host_memory_gib=memory, **given)
+        return plan.batching.recomputes, plan.batching.max_tokens, plan.fits
+
+    assert planned(100) == (False, 16_192, True)
+    recomputes, tokens, fits = planned(20)
+    assert (recomputes, fits) == (False, True)
+    assert tokens < 16_192
+    # The longest sequence has no room without checkpointing.
+    assert planned(10) == (True, 16_192, True)
+    assert planned(20, train_max_tokens_per_gpu=16_192) == (True, 16_192, True)
+    assert planned(20, gradient_checkpointing="false", train_max_tokens_per_gpu=16_192) == (False, 16_192, False)
+    assert planned(5) == (True, 2560, False)
 
 
 def test_host_memory_of_a_node_is_checked_if_it_is_known():

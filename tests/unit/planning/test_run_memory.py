@@ -1,15 +1,13 @@
-"""Runs on GPUs choose the micro-batches that their plan shows."""
+"""Runs choose the micro-batches that their plan shows."""
 
 from typing import Any
 
 import pytest
 from plans import LARGE, SMALL, plan_of
 
-from rlhf_cli.planning.hardware import GPUS
+from rlhf_cli.planning.hardware import GPUS, unmeasured_cpu
 from rlhf_cli.planning.phases import batching_of
-from rlhf_cli.runs.memory import offline_batching, online_workload, with_batching
-
-MEMORY = GPUS["h100"].memory
+from rlhf_cli.runs.memory import hardware_of_ranks, offline_batching, online_workload, with_batching
 
 
 @pytest.mark.parametrize(
@@ -24,12 +22,25 @@ MEMORY = GPUS["h100"].memory
 def test_an_offline_run_chooses_the_micro_batches_of_its_plan(command, given):
     plan = plan_of(command, num_gpus=8, **given)
     settings: Any = plan.work.config
-    chosen = offline_batching(settings, memory=MEMORY, num_ranks=8, longest=plan.work.longest)
+    chosen = offline_batching(settings, plan.work.hardware, num_ranks=8, longest=plan.work.longest)
     assert chosen == plan.batching
     assert chosen.reason
     config = with_batching(settings, chosen)
     assert config.setting("train_max_tokens_per_gpu") == chosen.max_tokens
     assert config.setting("gradient_checkpointing") == chosen.recomputes
+
+
+@pytest.mark.parametrize("memory", [10, 40])
+def test_a_run_on_a_cpu_chooses_the_micro_batches_of_its_plan(memory):
+    plan = plan_of("sft", gpu="cpu", pretrain="HuggingFaceTB/SmolLM2-135M", max_len=1024, host_memory_gib=memory)
+    chosen = offline_batching(plan.work.config, plan.work.hardware, num_ranks=1, longest=plan.work.longest)
+    assert chosen == plan.batching
+    assert bool(chosen.reason) == (memory == 10)
+
+
+def test_a_run_without_gpus_is_planned_with_the_memory_of_this_machine(monkeypatch):
+    monkeypatch.setattr("rlhf_cli.runs.memory.gpus", list)
+    assert hardware_of_ranks(2) == unmeasured_cpu()
 
 
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
