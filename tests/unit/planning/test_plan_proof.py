@@ -9,6 +9,7 @@ from rlhf_cli import cli
 from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.options import build_config, to_yaml
+from rlhf_cli.runs.plan_proof import record_plan
 
 STEP = {"num_sequences": 8.0, "num_tokens": 800.0, "memory/host_gib": 2.0, "time/train": 2.0, "time/step": 2.5}
 
@@ -65,6 +66,16 @@ def test_an_online_run_has_the_lengths_that_it_measured(capsys, tmp_path, monkey
     plan = plan_of("grpo", pretrain=SMALL, num_gpus=8, response_tokens=200)
     assert found["generate, s"][:2] == pytest.approx((plan.times["generate"].seconds, 6.0), abs=0.01)
     assert "forward, s" not in found  # not measured
+
+
+def test_a_run_on_a_cpu_keeps_the_memory_that_it_was_planned_for(capsys, tmp_path, monkeypatch):
+    config = build_config(SFTConfig, {"pretrain": SMALL, "dataset": "x", "output": "x", "param_dtype": "bf16"})
+    run = written_run(tmp_path / "run", "sft", config, STEP)
+    monkeypatch.setattr("rlhf_cli.planning.hardware.usable_memory", lambda: 32 * 2**30)
+    record_plan(run, {"row_tokens": 100})
+    monkeypatch.setattr("rlhf_cli.planning.hardware.usable_memory", lambda: 640 * 2**30)
+    assert "this CPU" in proof(capsys, run)[1]
+    assert "cores, 32 GiB)" in proof(capsys, run)[1]
 
 
 def test_a_folder_without_a_run_is_named(capsys, tmp_path):

@@ -33,7 +33,8 @@ def test_an_offline_run_chooses_the_micro_batches_of_its_plan(command, given):
 @pytest.mark.parametrize("memory", [10, 40])
 def test_a_run_on_a_cpu_chooses_the_micro_batches_of_its_plan(memory):
     plan = plan_of("sft", gpu="cpu", pretrain="HuggingFaceTB/SmolLM2-135M", max_len=1024, host_memory_gib=memory)
-    chosen = offline_batching(plan.work.config, plan.work.hardware, num_ranks=1, longest=plan.work.longest)
+    settings: Any = plan.work.config
+    chosen = offline_batching(settings, plan.work.hardware, num_ranks=1, longest=plan.work.longest)
     assert chosen == plan.batching
     assert bool(chosen.reason) == (memory == 10)
 
