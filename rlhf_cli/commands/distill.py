@@ -1,5 +1,7 @@
 """`rlhf distill`: distillation from a teacher's token distributions on fixed examples."""
 
+from pydantic import model_validator
+
 from rlhf_cli.commands.offline import NEVER_OFFLINE, PROMPT_SHARING, OfflineConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.distillation import DistillationConfig
@@ -23,3 +25,12 @@ class DistillConfig(OfflineConfig):
     pictures: PicturesConfig = PicturesConfig()
     distillation: DistillationConfig
     batch: BatchConfig = BatchConfig(max_epochs=2)
+
+    @model_validator(mode="after")
+    def _check_teachers(self) -> "DistillConfig":
+        if self.distillation.teacher_by_source is not None and self.deepspeed.sequence_parallel_size > 1:
+            raise ValueError(
+                "teacher_by_source does not support sequence_parallel_size, because each teacher would split only its "
+                "own sequences: set --sequence_parallel_size 1"
+            )
+        return self

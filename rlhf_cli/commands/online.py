@@ -27,6 +27,7 @@ from rlhf_cli.config.roles import (
 )
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, EngineConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.teachers import teachers_of
 from rlhf_cli.config.train import (
     BatchConfig,
     CheckpointConfig,
@@ -124,7 +125,9 @@ class OnlineConfig(CommandConfig):
         own: dict[str, object] = {"zero_stage": stage, "sequence_parallel_size": size}
         if role not in self.trained_roles:
             # ref_offload applies at any stage, because frozen weights are not partitioned otherwise.
-            own["param_offload"] = self.reference.ref_offload or (common.param_offload and stage == 3)
+            # Several whole teachers take turns on the GPU.
+            takes_turns = role == "teacher" and stage != 3 and bool(self.other_teachers)
+            own["param_offload"] = self.reference.ref_offload or takes_turns or (common.param_offload and stage == 3)
             own["tensor_parallel_size"] = 1  # only trained models are split
         return common.model_copy(update=own)
 
@@ -212,6 +215,12 @@ class OnlineConfig(CommandConfig):
     def has_teacher(self) -> bool:
         """Whether a teacher reads the responses."""
         return "teacher" in self.hosted_roles or self.teacher.teacher_pretrain is not None
+
+    @property
+    def other_teachers(self) -> tuple[str, ...]:
+        """Teachers of single sources, besides `teacher_pretrain`."""
+        by_source = self.setting("teacher_by_source")
+        return () if by_source is None else teachers_of(self.setting("teacher_pretrain"), by_source)[1:]
 
     @property
     def distils_alone(self) -> bool:

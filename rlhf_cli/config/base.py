@@ -24,7 +24,7 @@ _OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
 """Settings with output paths, in any group."""
 
 
-def _object_text(value: Any) -> str:
+def object_text(value: Any) -> str:
     """Return a JSON object as text. YAML files may use a mapping."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
@@ -37,7 +37,7 @@ def _object_text(value: Any) -> str:
     return text
 
 
-JsonObject = Annotated[str, BeforeValidator(_object_text), WithJsonSchema({"type": ["string", "object"]})]
+JsonObject = Annotated[str, BeforeValidator(object_text), WithJsonSchema({"type": ["string", "object"]})]
 """JSON object as text; YAML files may use a mapping."""
 
 

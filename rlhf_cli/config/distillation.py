@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.teachers import ModelsBySource
 from rlhf_cli.config.train import ZeroStage
 
-NOT_OF_THE_LOSS = frozenset({"teacher_pretrain", "teacher_zero_stage", "teacher_offload"})
+NOT_OF_THE_LOSS = frozenset({"teacher_pretrain", "teacher_by_source", "teacher_zero_stage", "teacher_offload"})
 """Teacher settings that do not affect the objective; the model is identified by hashes."""
 
 
@@ -16,6 +17,10 @@ class DistillationConfig(SettingsGroup):
 
     teacher_pretrain: str
     """Teacher model: a local folder, a run directory, or a Hugging Face name. It must use the student's token IDs."""
+    teacher_by_source: ModelsBySource = None
+    """Teachers for rows of some sources: {"code": "CODE_MODEL", "math_*": "MATH_MODEL"}. A row's source is its
+    data_source, or else its dataset. All other rows use teacher_pretrain.
+    """
     teacher_offload: bool = False
     """Offload idle teacher weights to host memory. An unpartitioned LM head stays on the GPU."""
     beta: float = Field(0.0, ge=0, le=1)

@@ -14,6 +14,7 @@ from pydantic import Field
 from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import KLEstimator
+from rlhf_cli.config.teachers import ModelsBySource
 from rlhf_cli.config.train import ZeroStage
 
 # Names instead of classes, because importing them would import torch.
@@ -116,7 +117,7 @@ ROLES = {
             group="teacher",
             title="teacher",
             rank=FROZEN_POLICY,
-            driver=f"{DRIVERS}:FrozenPolicyRole",
+            driver=f"{DRIVERS}:TeacherRole",
             pretrain="teacher_pretrain",
             absent="a teacher requires --teacher_pretrain",
         ),
@@ -215,6 +216,10 @@ class TeacherConfig(SettingsGroup):
     """Teacher that scores each token of sampled responses, with or without rewards: a folder, a run directory, or a
     Hugging Face name. It must use the same token IDs. With a teacher, init_kl_coef defaults to 0, so no reference is
     loaded.
+    """
+    teacher_by_source: Annotated[ModelsBySource, Needs("teacher_pretrain")] = None
+    """Teachers for rows of some sources: {"code": "CODE_MODEL", "math_*": "MATH_MODEL"}. A row's source is its
+    data_source, or else its dataset. All other rows use teacher_pretrain.
     """
     distill_coef: Annotated[float, Needs("teacher_pretrain")] = Field(1.0, gt=0)
     """Teacher weight: distill_coef * (teacher log-prob - policy log-prob) is added to each token's advantage."""

@@ -134,7 +134,7 @@ class Kind(Generic[Settings, Read, Item]):
             StoredItems(table, self.item_at),
             {name: table.column(name) for name in numbers},
             report,
-            where=lambda item: rows.sources[table.value("source", item)].where(table.value("index", item)),
+            row_of=lambda item: rows.sources[table.value("source", item)].row(table.value("index", item)),
             # Paths and times of images are left out, since they differ between machines.
             fingerprint=lambda: table.digest(name for name in table.names if name not in ORIGIN and name != FILES),
             patches=patches_of(table),
@@ -147,7 +147,7 @@ class LoadedData(Generic[Item]):
 
     - `columns`: numbers per item, int32 or bool [N], by name: lengths in tokens, and `num_trained`, which are trained
       tokens, or labeled steps.
-    - `where`: returns the file and line of an item's row.
+    - `row_of`: reads an item's row again.
     - `fingerprint`: returns a hash of all items, independent of their source.
     - `patches`: image patches per item, int64 [N]; None for text models.
     """
@@ -155,9 +155,13 @@ class LoadedData(Generic[Item]):
     items: collections.abc.Sequence[Item]
     columns: dict[str, np.ndarray]
     report: DataReport
-    where: Callable[[int], str]
+    row_of: Callable[[int], Row]
     fingerprint: Callable[[], str]
     patches: np.ndarray | None = None
+
+    def where(self, item: int) -> str:
+        """Return the file and line of an item's row."""
+        return self.row_of(item).where
 
 
 @contextmanager

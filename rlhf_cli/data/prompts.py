@@ -90,6 +90,7 @@ class Prompt:
     - `row`: JSON of the columns for reward files, or None.
     - `pictures`: images in token order. The text has one placeholder each.
     - `teacher_ids`: the prompt as the teacher reads it, if `teacher_context_key` is set.
+    - `teacher`: number of the teacher that scores responses.
 
     Example: row 16 of a file of sums: `Prompt([17, 10, 18, 28], "2+3=", "5", "sums.jsonl", 16)`.
     """
@@ -103,6 +104,7 @@ class Prompt:
     row: str | None = None
     pictures: tuple[PlacedPicture, ...] = ()
     teacher_ids: list[int] | None = None
+    teacher: int = 0
 
 
 def _prompt_at(table: StoredTable, row: int) -> Prompt:

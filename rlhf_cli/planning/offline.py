@@ -10,6 +10,7 @@ from rlhf_cli.commands.kto import KTOConfig
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.preference import PAIR_LOSSES
+from rlhf_cli.config.teachers import teachers_of
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.hardware import Hardware
@@ -82,9 +83,12 @@ def _offline_frozen(config: OfflineConfig) -> dict[str, tuple[str, DeepSpeedConf
     if isinstance(config, DistillConfig):
         own, settings = config.distillation.teacher_zero_stage, config.distillation
         stage = common.zero_stage if own is None else own
-        offload = settings.teacher_offload or (common.param_offload and stage == 3)
-        update = {"zero_stage": stage, "param_offload": offload}
-        return {TEACHER: (settings.teacher_pretrain, common.model_copy(update=update))}
+        teachers = teachers_of(settings.teacher_pretrain, settings.teacher_by_source)
+        # Several whole teachers take turns on the GPU.
+        offload = settings.teacher_offload or (common.param_offload if stage == 3 else len(teachers) > 1)
+        deepspeed = common.model_copy(update={"zero_stage": stage, "param_offload": offload})
+        names = [TEACHER, *(f"{TEACHER} {number}" for number in range(2, len(teachers) + 1))]
+        return {name: (teacher, deepspeed) for name, teacher in zip(names, teachers, strict=True)}
     if not isinstance(config, DPOConfig | KTOConfig) or not _needs_reference(config):
         return {}
     reference = config.reference
@@ -110,4 +114,5 @@ def _forwards(config: OfflineConfig, frozen: Collection[str], tokens: float) -> 
     roles = [*frozen]
     if isinstance(config, DPOConfig | KTOConfig) and not config.reference.precompute_ref_log_probs:
         roles += [MODEL] if _needs_reference(config) and _is_own_reference(config) else []
-    return dict.fromkeys(roles, tokens)
+    # Assume that each of several teachers scores an equal share of the tokens.
+    return dict.fromkeys(roles, tokens / len(frozen) if isinstance(config, DistillConfig) else tokens)

@@ -79,6 +79,16 @@ def online_work(
         else:
             role = frozen_role(role, shape, role.settings, num_ranks)
         roles[name] = role
+    hosts, teachers = {name: config.host_of(name) for name in names}, ["teacher"]
+    for number, pretrain in enumerate(config.other_teachers, 2):
+        shape = images.added_to(shapes(pretrain), length)
+        roles[f"teacher {number}"] = replace(roles["teacher"], shape=shape)
+        hosts[f"teacher {number}"] = config.host_of("teacher")
+        teachers.append(f"teacher {number}")
+    if len(teachers) > 1:
+        # Assume that each one scores an equal share of the tokens.
+        each = dict.fromkeys(teachers, tokens.forward["teacher"] / len(teachers))
+        tokens = replace(tokens, forward={**tokens.forward, **each})
     together = bool(config.placement.colocate_all_models)
     return Workload(
         config=config,
@@ -87,7 +97,7 @@ def online_work(
         layout=layout,
         tokens=tokens,
         longest=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
-        hosts={name: config.host_of(name) for name in names},
+        hosts=hosts,
         engine=engine_of(config, shapes(config.model.pretrain), hardware, shared=together),
         models_sleep=bool(config.placement.deepspeed_enable_sleep),
         engines_sleep=bool(config.engine.vllm_enable_sleep),

@@ -3,7 +3,8 @@
 Each setting and hash is a separate entry, because the error message shows the entry's name.
 """
 
-from collections.abc import Set
+import json
+from collections.abc import Sequence, Set
 
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.plugins import without_folder
@@ -20,6 +21,7 @@ _OF_AN_ADAPTER = (
     "load_in_4bit",
     *VARIANTS,
 )
+_TEACHERS = "weights of the teachers by source"
 _NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """Settings without effect on the objective: a preset only sets defaults, and shared prompts only save time."""
 NOT_OF_THE_STEPS = {"max_norm", "max_skipped_steps"}
@@ -40,6 +42,20 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
         weights = plan.start_fingerprint() if plan else model.fingerprint()
         configuration = configuration_fingerprint(model.path)
     return {f"weights of the {role}": weights, f"configuration of the {role}": configuration}
+
+
+def teachers_identity(config: CommandConfig, teachers: Sequence[str], found: Sequence[FoundModel]) -> dict[str, object]:
+    """Return the weights of the teacher by source; None without `teacher_by_source`.
+
+    Args:
+        teachers: distinct teachers as in the settings.
+        found: their models.
+    """
+    by_source = config.setting("teacher_by_source")
+    if by_source is None:
+        return {_TEACHERS: None}
+    weights = {teacher: model.fingerprint() for teacher, model in zip(teachers, found, strict=True)}
+    return {_TEACHERS: {source: weights[teacher] for source, teacher in json.loads(by_source).items()}}
 
 
 def adapter_identity(plan: AdapterPlan | None, *, suffix: str = "") -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from distill_training import save_teacher
 from forked import run_rlhf
 from safetensors.torch import load_file
 
@@ -87,12 +88,15 @@ def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory, tiny_model_dir, tiny_llama_dir) -> tuple[list[str], Path]:
-    """Return the command line and the folder of a run that mixes on-policy and fixed responses."""
+    """Return the command line and the folder of a run that mixes on-policy and fixed responses of two sources."""
     folder = tmp_path_factory.mktemp("mixed")
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(40)))
+    sums = [{"prompt": f"{n}+1=", "response": str(n + 1), "data_source": ("even", "odd")[n % 2]} for n in range(40)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    by_source = json.dumps({"odd": str(save_teacher(folder / "teacher"))}, separators=(",", ":"))
     words = (
         f"gkd --pretrain {tiny_model_dir} --teacher_pretrain {tiny_llama_dir} --prompt_data {rows} --lmbda 0.5 "
+        f"--teacher_by_source {by_source} "
         f"--eval_dataset {rows} --label_key response --reward_funcs exact --eval_steps 2 --beta 0.5 --temperature 0.9 "
         "--rollout_batch_size 8 --n_samples_per_prompt 2 --train_batch_size 8 --num_episodes 2 --max_iterations 6 "
         "--max_len 32 --max_new_tokens 6 --actor_learning_rate 1e-2 --lr_scheduler constant --teacher_zero_stage 3 "

@@ -1,20 +1,23 @@
 """Distillation steps with DeepSpeed, and the same steps in plain PyTorch."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from conftest import make_tiny_tokenizer
 from preference_training import Trained
 from tiny_training import LEARNING_RATE, OPTIM, Items, Layout, load_policy, make_engine, make_sequences, weights_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.packing.readings import Reading, TaughtPack
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.policy import parameter_groups
 from rlhf_cli.models.student import StudentModel
@@ -25,6 +28,16 @@ LogitsOf = Callable[[torch.nn.Module, TokenSequence], torch.Tensor]
 """(model, sequence) -> logits [K, V] that predict the trained tokens."""
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 MIXED = DistillObjective(DivergenceSettings(0.5, 0.9, 3), kd_coef=0.7)
+
+
+def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None) -> Path:
+    """Save a random language model that is wider than the tiny policy."""
+    torch.manual_seed(11)
+    size = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = Qwen2Config(**size, num_key_value_heads=2, vocab_size=vocab_size, initializer_range=0.2)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    (tokenizer or make_tiny_tokenizer()).save_pretrained(folder)
+    return folder
 
 
 def distill_steps(
@@ -42,14 +55,18 @@ def distill_steps(
     size = layout.ranks_per_sequence
     of_teacher = DeepSpeedConfig(zero_stage=teacher_stage, sequence_parallel_size=size)  # type: ignore[arg-type]
     frozen = FrozenTeacher(ModelConfig(pretrain=teacher, param_dtype="fp32"), of_teacher)
-    prepare = TeacherPreparation(frozen.hidden_states, frozen.head)
+    prepare = TeacherPreparation([frozen])
     hf_model, _ = load_policy(model, stage)
     ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
     engine = make_engine(StudentModel(hf_model, ranks), stage, **layout.together())
     metrics, items = [], Items(list(sequences or make_sequences(10)))
     for indices in steps:
         packs, totals = layout.share().micro_batches(items, np.array(indices))
-        metrics.append(engine.train_step(prepare(engine, packs), bind(objective, totals)))
+        metrics.append(
+            engine.train_step(
+                prepare(engine, [TaughtPack(one, (Reading(one),)) for one in packs]), bind(objective, totals)
+            )
+        )
     return Trained(metrics, weights_of(engine, hf_model), engine)
 
 
@@ -72,7 +89,7 @@ def distill_plainly(
     losses, sequences = [], sequences or make_sequences(10)
     for indices in steps:
         chosen = [sequences[index] for index in indices]
-        pairs = [_logits(student, frozen, sequence, logits_of or _text_logits) for sequence in chosen]
+        pairs = [_logits(student, frozen, sequence, logits_of or text_logits) for sequence in chosen]
         found = torch.cat([_dense(own, taught, beta, temperature) for own, taught in pairs])
         adam.zero_grad()
         found.mean().backward()
@@ -86,11 +103,11 @@ def _logits(
     student: torch.nn.Module, frozen: torch.nn.Module, sequence: TokenSequence, logits_of: LogitsOf
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        taught = logits_of(frozen, sequence.as_teacher_reads)
+        taught = logits_of(frozen, sequence.teacher_reads or sequence)
     return logits_of(student, sequence), taught
 
 
-def _text_logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
+def text_logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
     logits: torch.Tensor = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0, :-1]
     return logits[torch.from_numpy(sequence.loss_mask)[1:]]
 

@@ -65,7 +65,7 @@ def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> LoadedData[Pair]:
             "num_trained": counts(lambda pair: int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum())),
         },
         report=None,  # type: ignore[arg-type]
-        where=str,
+        row_of=None,  # type: ignore[arg-type]
         fingerprint=str,
     )
 
@@ -91,7 +91,7 @@ def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LoadedData[Labell
             "desirable": counts(lambda item: item.desirable).astype(bool),
         },
         report=None,  # type: ignore[arg-type]
-        where=str,
+        row_of=None,  # type: ignore[arg-type]
         fingerprint=str,
     )
 
@@ -164,7 +164,7 @@ def make_steps(count: int = NUM_ITEMS, *, seed: int = 0) -> LoadedData[StepItem]
             "num_trained": counts(lambda item: int(np.count_nonzero(~np.isnan(item.labels)))),
         },
         report=None,  # type: ignore[arg-type]
-        where=str,
+        row_of=None,  # type: ignore[arg-type]
         fingerprint=str,
     )
 

@@ -73,6 +73,7 @@ SAMPLES = {
     "chat_template_kwargs": '{"enable_thinking": false}',
     "reward_func_args": '{"weight": 0.5}',
     "tracker": "operator:add",
+    "teacher_by_source": '{"code": "code-model"}',
     "tasks": "lm_eval:gsm8k",
     "tasks_args": "--limit 3",
     "vllm_args": '{"max_num_seqs": 7}',

@@ -279,6 +279,24 @@ class FrozenPolicyRole(RoleGroup["FrozenPolicyRank"]):
         return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
 
+class TeacherRole(FrozenPolicyRole):
+    """The teachers, all in the same ranks."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[Column]:
+        """Return the log-probs of trained tokens per sequence from its teacher, in nats."""
+        found: dict[int, Column] = {}
+        # One teacher after the other, each with full micro-batches.
+        for number in sorted({sequence.teacher for sequence in sequences}):
+            places = [place for place, sequence in enumerate(sequences) if sequence.teacher == number]
+            values = self.forward(partial(_logprobs_of, number), [sequences[place] for place in places])
+            found |= zip(places, values, strict=True)
+        return [found[place] for place in range(len(sequences))]
+
+
+def _logprobs_of(number: int, rank: "FrozenPolicyRank", micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
+    return rank.logprobs(micro_batches, number)
+
+
 class ReferenceRole(FrozenPolicyRole):
     """The reference policy of the KL divergence, fixed or updated toward the actor."""
 

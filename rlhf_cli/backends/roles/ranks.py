@@ -372,14 +372,30 @@ class _FrozenRank(FrozenModel):
 
 
 class FrozenPolicyRank(_FrozenRank):
-    """One rank of a frozen policy: the reference of the KL divergence, or a teacher."""
+    """One rank of a frozen policy: the reference of the KL divergence, or teachers."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, load_causal_lm, PolicyModel)
+        alone = replace(settings, other_models=())
+        self._others = [FrozenPolicyRank(replace(alone, model=model)) for model in settings.other_models]
 
-    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""
-        return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
+    def logprobs(self, micro_batches: list[list[TokenSequence]], number: int = 0) -> list[np.ndarray]:
+        """Return the log-probs of trained tokens from the model with this number, float32 [K] per micro-batch, in
+        nats.
+        """
+        return _infer([self, *self._others][number], micro_batches, _logprobs_at(self.settings.temperature))
+
+    def sleep(self) -> None:
+        """Move the weights of all models to host memory."""
+        super().sleep()
+        for model in self._others:
+            model.sleep()
+
+    def wake(self) -> None:
+        """Move the weights of all models back to the GPU, unless they are offloaded."""
+        super().wake()
+        for model in self._others:
+            model.wake()
 
 
 class RewardRank(_FrozenRank):

@@ -189,7 +189,9 @@ class SentWork:
 
     - `loss_masks`: concatenated masks, eight tokens per byte.
     - `pictures`: by sequence number.
-    - `experts`: None without routing replay. `teacher_prompts`: None if teachers read the same prompts.
+    - `experts`: None without routing replay. `teachers`: numbers of the teachers.
+    - `teacher_tokens`, `teacher_masks`: what teachers read, empty for a sequence that they read as it is; None if they
+      read all as they are.
     - `steps`: sequence numbers.
     """
 
@@ -198,7 +200,9 @@ class SentWork:
     pictures: _Pictures
     columns: dict[str, SentArrays]
     experts: SentArrays | None
-    teacher_prompts: SentArrays | None
+    teachers: list[int]
+    teacher_tokens: SentArrays | None
+    teacher_masks: SentArrays | None
     steps: list[list[list[int]]]
     totals: list[StepTotals]
 
@@ -215,13 +219,16 @@ class SentWork:
         names = all_columns[0].keys() if all_columns else ()
         assert all(one.keys() == names for one in all_columns), "sequences of one update differ in their columns"
         masks = [sequence.loss_mask for sequence in sequences]
+        teachers_read = [sequence.teacher_reads for sequence in sequences]
         return cls(
             SentArrays.of([one.stored.get(TOKEN_IDS, one.token_ids) for one in sequences], work.chunk_numbers),
             np.packbits(np.concatenate(masks or [np.zeros(0)]).astype(bool, copy=False)),
             _pictures(sequences),
             {name: SentArrays.of([one[name] for one in all_columns], work.chunk_numbers) for name in names},
             _optional([sequence.routed_experts for sequence in sequences]),
-            _optional([sequence.teacher_prompt for sequence in sequences]),
+            [sequence.teacher for sequence in sequences],
+            _optional([None if read is None else read.token_ids for read in teachers_read]),
+            _optional([None if read is None else read.loss_mask for read in teachers_read]),
             [[[numbers[id(sequence)] for sequence in members] for members in step] for step in work.steps],
             work.totals,
         )
@@ -232,9 +239,9 @@ class SentWork:
         bounds = np.cumsum([0, *map(len, token_ids)])
         masks = np.split(np.unpackbits(self.loss_masks, count=int(bounds[-1])).astype(bool), bounds[1:-1])
         columns = {name: column.arrays(chunks) for name, column in self.columns.items()}
-        experts, prompts = (
+        experts, read, targets = (
             [None] * len(token_ids) if sent is None else sent.arrays(())
-            for sent in (self.experts, self.teacher_prompts)
+            for sent in (self.experts, self.teacher_tokens, self.teacher_masks)
         )
         sequences = [
             TokenSequence(
@@ -243,11 +250,19 @@ class SentWork:
                 self.pictures.get(number, ()),
                 {name: values[number] for name, values in columns.items()},
                 experts[number],
-                prompts[number],
+                self.teachers[number],
+                _teachers_sequence(read[number], targets[number]),
             )
             for number, own in enumerate(token_ids)
         ]
         return RankWork([[[sequences[n] for n in members] for members in step] for step in self.steps], self.totals)
+
+
+def _teachers_sequence(token_ids: np.ndarray | None, loss_mask: np.ndarray | None) -> TokenSequence | None:
+    """Return what a teacher reads; None if it reads the sequence itself."""
+    if token_ids is None or loss_mask is None or not token_ids.size:
+        return None
+    return TokenSequence(token_ids, loss_mask)
 
 
 def _optional(arrays: Sequence[np.ndarray | None]) -> SentArrays | None:

@@ -17,29 +17,30 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing.packs import Pack
+from rlhf_cli.data.packing.readings import TaughtPack
 from rlhf_cli.models.adapters import AdapterPlan
-from rlhf_cli.models.logit_chunks import HeadWeights
 
 
 @dataclass(frozen=True)
-class HostedTeacher:
-    """A teacher that is loaded by the ranks of its student.
+class HostedTeachers:
+    """Teachers that are loaded by the ranks of their student.
 
-    - `prepare`: takes a function that computes the teacher's hidden states for packs, and the teacher's head. Returns a
-      function (engine, packs) -> micro-batches.
+    - `prepare`: takes the teachers. Returns a function (engine, packs) -> micro-batches.
     - `objective`: (model, micro-batch, step totals) -> (loss, metrics).
     """
 
-    model: ModelConfig
+    models: tuple[ModelConfig, ...]
     deepspeed: DeepSpeedConfig
-    prepare: Callable[[Any, HeadWeights], Callable[[object, list[Pack]], list[Any]]]
+    prepare: Callable[[Any], Callable[[object, list[TaughtPack]], list[Any]]]
     objective: Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
 
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """Settings for building a role. Frozen roles ignore the training settings."""
+    """Settings for building a role. Frozen roles ignore the training settings.
+
+    `other_models`: further frozen policies of the same ranks.
+    """
 
     model: ModelConfig
     deepspeed: DeepSpeedConfig
@@ -55,7 +56,8 @@ class RoleSettings:
     adapter: AdapterPlan | None = None
     ema_beta: float | None = None
     sleeps: bool = False
-    teacher: HostedTeacher | None = None
+    teachers: HostedTeachers | None = None
+    other_models: tuple[ModelConfig, ...] = ()
     end_ids: tuple[int, ...] = ()  # tokens that end a response by the chat template, for the saved model
 
 

@@ -1,4 +1,4 @@
-"""Rank of a student with its teacher in the same process, so that hidden states never leave it."""
+"""Rank of a student with its teachers in the same process, so that hidden states never leave it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from rlhf_cli.backends.roles.watch import Watch
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, micro_batch
+from rlhf_cli.data.packing.readings import taught_pack
 from rlhf_cli.models.distillation import DIVERGENCE
 from rlhf_cli.models.student import StudentModel
 
@@ -28,17 +29,18 @@ class StudentRank(SampledRank):
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, StudentModel)
-        assert settings.teacher is not None, "a student needs a teacher"
-        self._teacher = FrozenTeacher(settings.teacher.model, settings.teacher.deepspeed)
-        self._prepare = settings.teacher.prepare(self._teacher.hidden_states, self._teacher.head)
-        self._objective = settings.teacher.objective
+        hosted = settings.teachers
+        assert hosted is not None, "a student needs a teacher"
+        self._teachers = [FrozenTeacher(model, hosted.deepspeed) for model in hosted.models]
+        self._prepare = hosted.prepare(self._teachers)
+        self._objective = hosted.objective
         if settings.sleeps:
-            self._teacher.sleep()
+            self._sleep_teachers()
 
     def learn(self, work: RankWork, *, watch: Watch | None = None) -> list[dict[str, float]]:
         """Run the optimizer steps. Returns metrics per step."""
         self.record = None if watch is None else UpdateRecord(watch)
-        with self._awake_teacher():
+        with self._awake_teachers():
             return [self._step(step, totals) for step, totals in zip(work.steps, work.totals, strict=True)]
 
     def _step(self, step: list[list[TokenSequence]], totals: StepTotals) -> dict[str, float]:
@@ -51,17 +53,15 @@ class StudentRank(SampledRank):
         names = () if self.record is None else PLACE
         parts = list(within(step, max_tokens))
         packed = [micro_batch(part, names=names, pack_sequences=self.packer) for part in parts]
-        batches = self._with_teacher(parts, [one.pack for one in packed])
+        batches = self._with_teachers(parts, [one.pack for one in packed])
         return [_PlacedBatch(batch, one.columns) for batch, one in zip(batches, packed, strict=True)]
 
-    def _with_teacher(self, parts: list[list[TokenSequence]], packs: list[Pack]) -> list[Any]:
-        """Return micro-batches of these packs with the teacher's hidden states at their targets."""
-        if all(sequence.teacher_prompt is None for part in parts for sequence in part):
-            return self._prepare(self.engine, packs)
-        # Other prompts, but the same targets in the same order.
-        read = [self.packer([sequence.as_teacher_reads for sequence in part]) for part in parts]
-        batches = self._prepare(self.engine, read)
-        return [replace(batch, pack=own) for batch, own in zip(batches, packs, strict=True)]
+    def _with_teachers(self, parts: list[list[TokenSequence]], packs: list[Pack]) -> list[Any]:
+        """Return micro-batches of these packs with the teachers' hidden states at their targets."""
+        pairs = zip(parts, packs, strict=True)
+        return self._prepare(
+            self.engine, [taught_pack(part, len(self._teachers), own, self.packer) for part, own in pairs]
+        )
 
     def _loss(self, totals: StepTotals, model: nn.Module, batch: "_PlacedBatch") -> tuple[torch.Tensor, Metrics]:
         if self.record is None:
@@ -76,27 +76,32 @@ class StudentRank(SampledRank):
 
     def _terms(self, sequence: TokenSequence, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the parts of the step's loss by token, `[K]`: their gradients sum to that of the loss."""
-        (batch,) = self._with_teacher([[sequence]], [self.packer([sequence])])
+        (batch,) = self._with_teachers([[sequence]], [self.packer([sequence])])
         found: dict[str, torch.Tensor] = {}
         totals = StepTotals(sequence.num_trained, 1)
         self._objective(_recorded(self.engine.module, found), batch.to(distributed.device()), totals)
         return found[DIVERGENCE] * columns["gradient"].to(found[DIVERGENCE])
 
     @contextmanager
-    def _awake_teacher(self) -> Iterator[None]:
-        """Keep the teacher on the GPU inside the block. Outside, it sleeps if the student does."""
+    def _awake_teachers(self) -> Iterator[None]:
+        """Keep the teachers awake inside the block. Outside, they sleep if the student does."""
         if not self.settings.sleeps:
             yield
             return
-        self._teacher.wake()
+        for teacher in self._teachers:
+            teacher.wake()
         # Not in a `finally`: after an error, other ranks may wait in a collective and never reply.
         yield
-        self._teacher.sleep()
+        self._sleep_teachers()
+
+    def _sleep_teachers(self) -> None:
+        for teacher in self._teachers:
+            teacher.sleep()
 
 
 @dataclass(frozen=True)
 class _PlacedBatch:
-    """A micro-batch with the teacher's hidden states, and columns that identify its tokens in a trace."""
+    """A micro-batch with the teachers' hidden states, and columns that identify its tokens in a trace."""
 
     batch: Any
     columns: Mapping[str, torch.Tensor]

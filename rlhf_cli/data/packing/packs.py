@@ -42,8 +42,9 @@ class TokenSequence:
       reward model, `weights` for rows with loss weights. Empty for a forward pass.
     - `routed_experts`: experts that the rollout engine chose for the first n tokens, uint8 or uint16 `[n, layers,
       top_k]`; None without routing replay.
-    - `teacher_prompt`: tokens that a teacher in the student's ranks reads instead of those before the first target,
-      int32; None if it reads the same tokens.
+    - `teacher`: number of the teacher that scores the sequence.
+    - `teacher_reads`: what that teacher reads instead, with one target for each target here; None if it reads this
+      sequence.
     - `stored`: `TOKEN_IDS`, and columns that are not in `columns`, in the object store that ranks read
       (`backends/roles/serialization.py`). Empty if all is sent with the sequence.
 
@@ -61,7 +62,8 @@ class TokenSequence:
     pictures: tuple[PlacedPicture, ...] = ()
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
-    teacher_prompt: np.ndarray | None = None
+    teacher: int = 0
+    teacher_reads: "TokenSequence | None" = None
     stored: dict[str, StoredArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,18 +83,6 @@ class TokenSequence:
     def num_trained(self) -> int:
         """Number of training targets."""
         return int(np.count_nonzero(self.loss_mask))
-
-    @property
-    def as_teacher_reads(self) -> "TokenSequence":
-        """The sequence with the teacher's prompt, and the same targets."""
-        if self.teacher_prompt is None:
-            return self
-        first = int(self.loss_mask.argmax())
-        prompt_mask = np.zeros(len(self.teacher_prompt), bool)
-        return TokenSequence(
-            np.concatenate([self.teacher_prompt, self.token_ids[first:]]),
-            np.concatenate([prompt_mask, self.loss_mask[first:]]),
-        )
 
     @property
     def patches(self) -> int:

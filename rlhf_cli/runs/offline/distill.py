@@ -1,10 +1,13 @@
 """Task definition for `rlhf distill`: data, student, teacher and objective."""
 
+from functools import partial
+
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.commands.distill import DistillConfig
 from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.teachers import teachers_of
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
@@ -17,10 +20,9 @@ from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.models.student import StudentModel
 from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, load_items, offline_model
 from rlhf_cli.runs.pictured_roles import check_role_pictures
-from rlhf_cli.runs.run_identity import model_identity, supported_identity
+from rlhf_cli.runs.run_identity import model_identity, supported_identity, teachers_identity
 from rlhf_cli.runs.trained_model import ModelPlan, find_companion
-from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
-from rlhf_cli.trainers.offline.sft import unweighted_items
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation, taught_items
 
 
 def distill_task(config: DistillConfig) -> OfflineTask:
@@ -28,22 +30,25 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     distillation = config.distillation
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
-    source, deepspeed = _teacher_source(config, model), teacher_deepspeed(config)
-    teacher = _checked_teacher(source, deepspeed, model)
-    check_role_pictures(
-        model.found,
-        teacher,
-        f"--teacher_pretrain {source.pretrain!r}",
-        pictures=config.pictures,
-        trust_remote_code=source.trust_remote_code,
-    )
-    items = load_items(config, SEQUENCES, config.data, model, unweighted_items)
+    deepspeed, sources = teacher_deepspeed(config), _teacher_sources(config, model)
+    teachers = [_checked_teacher(_flag(config, source), source, deepspeed, model) for source in sources]
+    for source, teacher in zip(sources, teachers, strict=True):
+        check_role_pictures(
+            model.found,
+            teacher,
+            f"--{_flag(config, source)} {source.pretrain!r}",
+            pictures=config.pictures,
+            trust_remote_code=source.trust_remote_code,
+        )
+    items = load_items(config, SEQUENCES, config.data, model, partial(taught_items, config))
+    assigned = items.data.assigned
+    if assigned is not None:
+        assigned.check()
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:
-        # Built later on all ranks: loading the teacher needs the process group.
-        frozen = FrozenTeacher(source, deepspeed)
-        return ReferenceHooks(prepare=TeacherPreparation(frozen.hidden_states, frozen.head))
+        # Built later on all ranks: loading a teacher needs the process group.
+        return ReferenceHooks(prepare=TeacherPreparation([FrozenTeacher(source, deepspeed) for source in sources]))
 
     return OfflineTask(
         command=config.command,
@@ -55,31 +60,44 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         wrap=StudentModel,
         identity=lambda: {
             **supported_identity(config, "distillation", besides=NOT_OF_THE_LOSS),
-            **model_identity("teacher", teacher),
+            **model_identity("teacher", teachers[0]),
+            **teachers_identity(config, [source.pretrain for source in sources], teachers),
         },
+        notices=() if assigned is None else (f"Teachers: {assigned.summary}",),
         begin=lambda items, share: (items, teacher_hooks()),
     )
 
 
-def _teacher_source(config: DistillConfig, model: ModelPlan) -> ModelConfig:
-    """Return the teacher's model settings: the student's dtype and attention kernel."""
+def _teacher_sources(config: DistillConfig, model: ModelPlan) -> list[ModelConfig]:
+    """Return the model settings of all teachers: the student's dtype and attention kernel."""
     # The teacher's template is not used, since it reads tokens of the student's template.
-    changes = {"pretrain": config.distillation.teacher_pretrain, "tokenizer_chat_template": None}
-    return model.base.model_copy(update=changes | {"compile_model": False, "gradient_checkpointing": False})
+    changes = {"tokenizer_chat_template": None, "compile_model": False, "gradient_checkpointing": False}
+    settings = config.distillation
+    return [
+        model.base.model_copy(update={**changes, "pretrain": pretrain})
+        for pretrain in teachers_of(settings.teacher_pretrain, settings.teacher_by_source)
+    ]
+
+
+def _flag(config: DistillConfig, source: ModelConfig) -> str:
+    """Return the setting that names a teacher."""
+    return "teacher_pretrain" if source.pretrain == config.distillation.teacher_pretrain else "teacher_by_source"
 
 
 def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
     """Return the teacher's DeepSpeed settings, with its ZeRO stage and offloading."""
     own = config.distillation.teacher_zero_stage
     stage = config.deepspeed.zero_stage if own is None else own
-    # ZeRO-3 offloading moves partitions, which only exist at that stage.
-    offload = config.distillation.teacher_offload or (config.deepspeed.param_offload and stage == 3)
+    settings = config.distillation
+    teachers = teachers_of(settings.teacher_pretrain, settings.teacher_by_source)
+    # ZeRO-3 offloading moves partitions, which only exist at that stage. Several whole teachers take turns on the GPU.
+    offload = settings.teacher_offload or (config.deepspeed.param_offload if stage == 3 else len(teachers) > 1)
     return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 
 
-def _checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan) -> FoundModel:
-    """Find the teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's."""
-    found = find_companion("teacher_pretrain", source, model)
+def _checked_teacher(flag: str, source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan) -> FoundModel:
+    """Find a teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's."""
+    found = find_companion(flag, source, model)
     _, num_ranks = distributed_env.rank_and_world_size()
     try:
         check_loadable(source, found.architecture, in_4bit=False, partitioned=deepspeed.zero_stage == 3)
@@ -92,5 +110,5 @@ def _checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: Mod
             trust_remote_code=source.trust_remote_code,
         )
     except UsageError as error:
-        raise UsageError(f"--teacher_pretrain: {error}") from error
+        raise UsageError(f"--{flag}: {error}") from error
     return found

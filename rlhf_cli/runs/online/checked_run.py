@@ -20,6 +20,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.teachers import teachers_of_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_packed_length, check_positions
@@ -84,6 +85,7 @@ class OnlineRun:
     layout_reason: str = ""
     memory_reason: str = ""
     shortage: str = ""
+    teachers: str = ""
 
     @property
     def tokenizer(self) -> object:
@@ -136,7 +138,7 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     if not (config.layout_settings(models.by_role).is_open and may_have_gpus()):
         _check_places(config, models)
     episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)
-    data, eval_data, student = _load_data(config, model, episodes)
+    data, eval_data, student, teachers = _load_data(config, model, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
     # The critic may have a smaller embedding than the policy.
     for trained in (model, models.critic or model):
@@ -146,7 +148,9 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = OnlineRun(config, estimator, backend, models, data, eval_data, paths, store, resume, student, episodes)
+    run = OnlineRun(
+        config, estimator, backend, models, data, eval_data, paths, store, resume, student, episodes, teachers=teachers
+    )
     iterations = run.total_iterations
     identity = {
         **online_identity(config, models, data, estimator=estimator, iterations=iterations),
@@ -161,6 +165,14 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     check_rewards(config.reward, *(read.prompts for read in all_data), is_episode=config.episodes.plays_episodes)
     return run
+
+
+def _with_teachers(config: OnlineConfig, data: PromptData) -> tuple[PromptData, str]:
+    """Return (prompts with the numbers of their teachers, summary of several teachers)."""
+    found = teachers_of_prompts(config, data.prompts)
+    if found is None:
+        return data, ""
+    return replace(data, prompts=found.of_prompts(data.prompts)), found.summary
 
 
 def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
@@ -250,8 +262,8 @@ def _check_deepspeed(config: OnlineConfig, role: str, *, sleeps: bool) -> None:
 
 def _load_data(
     config: OnlineConfig, model: ModelPlan, episodes: EpisodePlan | None
-) -> tuple[PromptData, PromptData | None, StudentData | None]:
-    """Load the training prompts, evaluation prompts and student responses."""
+) -> tuple[PromptData, PromptData | None, StudentData | None, str]:
+    """Load the training prompts, evaluation prompts, student responses and the summary of several teachers."""
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,
@@ -272,7 +284,8 @@ def _load_data(
     student = None
     if isinstance(config, GKDConfig):
         student = load_student_data(config, model, num_prompts=len(data.prompts))
-    return data, eval_data, student
+    data, teachers = _with_teachers(config, data)
+    return data, eval_data, student, teachers
 
 
 def continued_run(run: OnlineRun) -> OnlineRun:

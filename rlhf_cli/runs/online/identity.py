@@ -14,6 +14,7 @@ from rlhf_cli.runs.run_identity import (
     model_identity,
     objective_identity,
     supported_identity,
+    teachers_identity,
     tokenizer_identity,
 )
 
@@ -42,8 +43,8 @@ _HOW_REWARDS_RUN = frozenset(
     }
 )
 """Reward settings that affect execution or file locations, but not values."""
-HOW_ROLES_RUN = {"ref_offload", "critic_update_steps", "freezing_actor_steps"}
-"""Settings of roles that may change on resume, besides their sizes and stages."""
+HOW_ROLES_RUN = {"ref_offload", "teacher_by_source", "critic_update_steps", "freezing_actor_steps"}
+"""Settings of roles that may change on resume, besides their sizes and stages. Models are identified by hashes."""
 _HOW_PROMPTS_ARE_REPLACED = {"dynamic_oversample", "dynamic_max_rounds"}
 """Dynamic-sampling settings that do not affect which groups pass the filter."""
 
@@ -116,7 +117,9 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
         if role.title and not role.is_trained:
             model = models.loaded.get(name)
             facts |= model_identity(role.title, model.found if model else None)
-    return facts
+    teachers = models.teachers
+    sources, found = [model.source.pretrain for model in teachers], [model.found for model in teachers]
+    return facts | teachers_identity(config, sources, found)
 
 
 def _rewards(config: OnlineConfig) -> dict[str, object]:

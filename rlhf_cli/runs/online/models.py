@@ -41,6 +41,7 @@ class OnlineModels:
 
     - `trained`, `frozen`: for roles with ranks, in the order of `ROLES`.
     - `hosted`: for roles that the actor's ranks load.
+    - `other_teachers`: teachers of single sources, in the ranks of the teacher.
 
     Example, `rlhf grpo` with a KL penalty: trained = {"actor": policy}, frozen = {"ref": policy}, hosted = {}.
     """
@@ -48,6 +49,7 @@ class OnlineModels:
     trained: Mapping[str, ModelPlan]
     frozen: Mapping[str, ModelPlan | RewardModelPlan]
     hosted: Mapping[str, ModelPlan] = field(default_factory=dict)
+    other_teachers: tuple[ModelPlan, ...] = ()
 
     @property
     def by_role(self) -> dict[str, ModelPlan | RewardModelPlan]:
@@ -91,6 +93,16 @@ class OnlineModels:
         """The teacher, if any."""
         return self.frozen_policies.get("teacher")
 
+    @property
+    def teachers(self) -> tuple[ModelPlan, ...]:
+        """All teachers, the one of rows without an entry in `teacher_by_source` first."""
+        return () if self.teacher is None else (self.teacher, *self.other_teachers)
+
+    @property
+    def all_models(self) -> list[tuple[str, ModelPlan | RewardModelPlan]]:
+        """All models with their roles."""
+        return [*self.loaded.items(), *(("teacher", model) for model in self.other_teachers)]
+
 
 def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     """Find the models for these settings.
@@ -116,15 +128,19 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     if (reward := _reward_model(config, policy)) is not None:
         frozen["reward"] = reward
     hosted: dict[str, ModelPlan] = {}
+
+    def frozen_policy(flag: str, pretrain: str) -> ModelPlan:
+        return find_frozen_policy(flag, pretrain, policy.base, policy.architecture, policy.tokenizer)
+
     for role in config.roles.values():
         pretrain = config.setting(role.pretrain) if role.rank == FROZEN_POLICY and role.pretrain else None
         if pretrain is not None:
-            model = find_frozen_policy(role.pretrain, pretrain, policy.base, policy.architecture, policy.tokenizer)
-            (hosted if role.host else frozen)[role.name] = model
-    models = OnlineModels(trained, frozen, hosted)
+            (hosted if role.host else frozen)[role.name] = frozen_policy(role.pretrain, pretrain)
+    others = tuple(frozen_policy("teacher_by_source", pretrain) for pretrain in config.other_teachers)
+    models = OnlineModels(trained, frozen, hosted, others)
     # Check the adapters' bases too, since --overwrite would remove them as well.
     bases = {model.base.pretrain for model in models.by_role.values() if isinstance(model, ModelPlan)}
-    sources = {model.source.pretrain for model in models.loaded.values()}
+    sources = {model.source.pretrain for _, model in models.all_models}
     check_not_replaced(config.checkpoint, *sorted(bases | sources))
     return models
 
@@ -216,12 +232,12 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
         aux_loss_coef=config.optim.aux_loss_coef,
         compile_model=config.model.compile_model,
     )
-    for role, model in models.loaded.items():
+    for role, model in models.all_models:
         check_sequence_parallel(
             model.found.architecture,
             config.deepspeed_of(role),
             num_ranks=config.num_ranks(config.host_of(role)),
-            attention=models.frozen_policies.get(role, policy).attention,
+            attention=(model if isinstance(model, ModelPlan) and role in models.frozen_policies else policy).attention,
             trust_remote_code=model.source.trust_remote_code,
             name=config.deepspeed_name(role, "sequence_parallel_size"),
         )
@@ -297,9 +313,10 @@ def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) 
     flags = {role.name: role.pretrain for role in config.roles.values() if role.pretrain}
     if config.reward.prm_pretrain is not None:
         flags["reward"] = "prm_pretrain"
-    for role, model in models.loaded.items():
+    for role, model in models.all_models:
         if role in flags:
-            what = f"--{flags[role]} {model.source.pretrain!r}"
+            flag = "teacher_by_source" if model in models.other_teachers else flags[role]
+            what = f"--{flag} {model.source.pretrain!r}"
             check_role_pictures(
                 models.policy.found,
                 model.found,

@@ -192,7 +192,8 @@ def _placement(run: OnlineRun, where: Processes) -> str:
 def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
     """Return the facts for the start of the run."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
-    frozen = models.frozen_policies
+    # Several teachers are listed with their numbers of prompts.
+    frozen = {role: model for role, model in models.frozen_policies.items() if role != "teacher" or not run.teachers}
     reward_file = reward_file_notice(run.resume, config.reward)
     return {
         "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
@@ -201,6 +202,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **reward_model_fact(models.reward),
         **{config.roles[role].title.capitalize(): found.source.pretrain for role, found in frozen.items()},
+        **({"Teachers": run.teachers} if run.teachers else {}),
         **(run.student.facts if run.student else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         **({"Environment": run.episodes.description.about} if run.episodes else {}),

@@ -30,7 +30,7 @@ from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels
-from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
+from rlhf_cli.runs.online.student import hosted_teachers, shares_prompts
 from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.online.interfaces import Engines, FrozenPolicy, Roles, SampledT
 from rlhf_cli.trainers.online.lent_actor import LentActor
@@ -177,9 +177,11 @@ def role_plan(
         end_ids=end_ids,
     )
     if isinstance(config, GKDConfig) and role == "actor" and models.teacher is not None:
-        # The student and its teacher read the same packs.
-        share, teacher = shares_prompts(config, models.teacher), hosted_teacher(config, models.teacher)
-        settings = replace(settings, teacher=teacher, share_prompts=share)
+        # The student and its teachers read the same packs.
+        share, teachers = shares_prompts(config, models.teachers), hosted_teachers(config, models.teachers)
+        settings = replace(settings, teachers=teachers, share_prompts=share)
+    if role == "teacher":
+        settings = replace(settings, other_models=tuple(model.source for model in models.other_teachers))
     return RolePlan(config.roles[role], settings, config.batch, quadratic_cost(source.found.architecture))
 
 

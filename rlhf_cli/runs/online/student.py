@@ -1,8 +1,10 @@
-"""Parts specific to `rlhf gkd`: the hosted teacher and the fixed responses."""
+"""Parts specific to `rlhf gkd`: the hosted teachers and the fixed responses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from rlhf_cli.backends.roles.settings import HostedTeacher
+from rlhf_cli.backends.roles.settings import HostedTeachers
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
@@ -11,8 +13,7 @@ from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.run_identity import supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan
-from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
-from rlhf_cli.trainers.offline.sft import unweighted_items
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation, taught_items
 from rlhf_cli.trainers.online.distilling import Mixture
 
 
@@ -39,10 +40,12 @@ def load_student_data(config: GKDConfig, model: ModelPlan, *, num_prompts: int) 
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
     from rlhf_cli.runs.offline.task import load_items  # imports DeepSpeed, which other drivers do not need
 
-    data = load_items(config, SEQUENCES, rows_config(config), model, unweighted_items).data.data
+    items = load_items(config, SEQUENCES, rows_config(config), model, partial(taught_items, config)).data
+    data = items.data
+    teachers = "" if items.assigned is None else f"; teachers: {items.assigned.summary}"
     return StudentData(
-        Mixture(distillation.lmbda, data.items, size, config.batch.seed),
-        {"Fixed responses": data.report.summary},
+        Mixture(distillation.lmbda, items.sequences, size, config.batch.seed),
+        {"Fixed responses": data.report.summary + teachers},
         identity | {"contents of the fixed rows": data.fingerprint()},
     )
 
@@ -65,21 +68,23 @@ def rows_config(config: GKDConfig) -> DataConfig:
     return DataConfig(**common | own)
 
 
-def hosted_teacher(config: GKDConfig, teacher: ModelPlan) -> HostedTeacher:
-    """Return the settings of the hosted teacher and objective."""
+def hosted_teachers(config: GKDConfig, teachers: Sequence[ModelPlan]) -> HostedTeachers:
+    """Return the settings of the hosted teachers and objective."""
     distillation = config.distillation
     settings = DivergenceSettings(distillation.beta, config.rollout.temperature, distillation.teacher_top_k)
     deepspeed = config.deepspeed_of("teacher")
     offload = deepspeed.param_offload or distillation.teacher_offload
-    return HostedTeacher(
-        teacher.source.model_copy(update={"compile_model": False}),
+    return HostedTeachers(
+        tuple(teacher.source.model_copy(update={"compile_model": False}) for teacher in teachers),
         deepspeed.model_copy(update={"param_offload": offload}),
         TeacherPreparation,
         DistillObjective(settings),
     )
 
 
-def shares_prompts(config: GKDConfig, teacher: ModelPlan) -> bool:
-    """Return whether packs may contain a shared prompt once; student and teacher read the same packs."""
+def shares_prompts(config: GKDConfig, teachers: Sequence[ModelPlan]) -> bool:
+    """Return whether packs may contain a shared prompt once; student and teachers read the same packs."""
     settings = config.deepspeed_of("teacher")
-    return config.batch.share_prompts and can_share_prompts(teacher.attention, settings, teacher.layers)
+    return config.batch.share_prompts and all(
+        can_share_prompts(teacher.attention, settings, teacher.layers) for teacher in teachers
+    )

@@ -1,46 +1,92 @@
 """Distillation on a fixed dataset: micro-batches, teacher preparation, and objective."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
-from rlhf_cli.data.packing.packs import Pack
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.data.packing.packs import Pack, TokenSequence
+from rlhf_cli.data.packing.readings import TaughtPack, taught_pack
+from rlhf_cli.data.teachers import TeachersOfRows, teachers_of_items
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.distillation import DIVERGENCE, MEASURES, DivergenceSettings
 from rlhf_cli.models.logit_chunks import HeadWeights
-from rlhf_cli.models.student import LOGPROBS
+from rlhf_cli.models.student import LOGPROBS, TeacherStates
+from rlhf_cli.trainers.offline.loop import LoadedItems
 
-HiddenStates = Callable[[list[Pack]], list[torch.Tensor]]
-"""Packs -> teacher hidden states [k, D] for this rank's targets in each pack."""
+
+@dataclass(frozen=True)
+class TaughtItems(LoadedItems[TokenSequence]):
+    """Tokenized sequences, one per item. `assigned` are their teachers; None if all have the same one."""
+
+    assigned: TeachersOfRows | None = None
+
+    @property
+    def sequences(self) -> Sequence[TokenSequence]:
+        """The sequences with the numbers of their teachers."""
+        items: Sequence[TokenSequence] = self.data.items
+        return items if self.assigned is None else self.assigned.of_sequences(items)
+
+    def collate(self, indices: Sequence[int]) -> TaughtPack:
+        """Pack the sequences into one micro-batch."""
+        sequences = self.sequences
+        num_teachers = 1 if self.assigned is None else len(self.assigned.teachers)
+        return taught_pack([sequences[index] for index in indices], num_teachers)
+
+
+def taught_items(config: CommandConfig, data: LoadedData[TokenSequence]) -> TaughtItems:
+    """Return the items. Raises UsageError for loss weights other than 0 and 1."""
+    if data.report.weighted_rows:
+        where = data.report.noted["weighted_rows"][0]
+        raise UsageError(f"{where} has a loss weight other than 0 and 1, which only rlhf sft supports: remove it")
+    return TaughtItems(data, teachers_of_items(config, data))
+
+
+class Teacher(Protocol):
+    """A frozen model of a rank."""
+
+    head: HeadWeights
+
+    def hidden_states(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
+        """Return the hidden states [k, D] for this rank's targets in each pack."""
 
 
 @dataclass(frozen=True)
 class DistillBatch:
-    """A pack with teacher hidden states [k, D] for this rank's targets, and the teacher's head."""
+    """A pack with the states of its teachers."""
 
     pack: Pack
-    teacher_kD: torch.Tensor
-    teacher: HeadWeights
+    teachers: tuple[TeacherStates, ...]
 
     def to(self, device: torch.device | str) -> "DistillBatch":
-        """Move the micro-batch to a device. The head is already there."""
-        return replace(self, pack=self.pack.to(device), teacher_kD=self.teacher_kD.to(device))
+        """Move the micro-batch to a device."""
+        return DistillBatch(self.pack.to(device), tuple(teacher.to(device) for teacher in self.teachers))
 
 
 @dataclass(frozen=True)
 class TeacherPreparation:
-    """Adds teacher hidden states to micro-batches."""
+    """Adds the teachers' hidden states to micro-batches, one teacher after another."""
 
-    hidden_states: HiddenStates
-    head: HeadWeights
+    teachers: Sequence[Teacher]
 
-    def __call__(self, engine: object, packs: list[Pack]) -> list[DistillBatch]:
-        """Return this rank's micro-batches for a step, or for part of an evaluation."""
+    def __call__(self, engine: object, packs: list[TaughtPack]) -> list[DistillBatch]:
+        """Return this rank's micro-batches with hidden states."""
         del engine
-        states = self.hidden_states(packs)
-        return [DistillBatch(pack, teacher_kD, self.head) for pack, teacher_kD in zip(packs, states, strict=True)]
+        states = [
+            [
+                TeacherStates(states_kD, teacher.head, one.readings[number].rows_k)
+                for states_kD, one in zip(
+                    teacher.hidden_states([one.readings[number].pack for one in packs]), packs, strict=True
+                )
+            ]
+            for number, teacher in enumerate(self.teachers)
+        ]
+        return [DistillBatch(one.pack, of_pack) for one, of_pack in zip(packs, zip(*states, strict=True), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +100,7 @@ class DistillObjective:
         """Return this micro-batch's contribution to the mean loss over the step's trained tokens, in nats."""
         # The student's own log-probs cost an additional pass over its logits, so request them only for the mixed loss.
         mixes = self.kd_coef < 1.0
-        found = model(batch.pack, batch.teacher_kD, teacher=batch.teacher, settings=self.settings, with_logprobs=mixes)
+        found = model(batch.pack, batch.teachers, settings=self.settings, with_logprobs=mixes)
         loss = divergence = token_mean(found[DIVERGENCE], totals)
         metrics = {name: token_mean(found[name], totals) for name in MEASURES}
         if mixes:

@@ -8,9 +8,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
 from rlhf_cli.config.sft import SFTLoss
-from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
-from rlhf_cli.errors import UsageError
 from rlhf_cli.models.embedding_noise import EmbeddingNoise
 from rlhf_cli.trainers.offline.loop import LoadedItems
 
@@ -21,14 +19,6 @@ class SequenceItems(LoadedItems[TokenSequence]):
     def collate(self, indices: Sequence[int]) -> Pack:
         """Pack the sequences into one micro-batch."""
         return pack([self.data.items[index] for index in indices])
-
-
-def unweighted_items(data: LoadedData[TokenSequence]) -> SequenceItems:
-    """Return the items. Raises UsageError if a row has a loss weight other than 0 and 1."""
-    if data.report.weighted_rows:
-        where = data.report.noted["weighted_rows"][0]
-        raise UsageError(f"{where} has a loss weight other than 0 and 1, which only rlhf sft supports: remove it")
-    return SequenceItems(data)
 
 
 @dataclass(frozen=True)

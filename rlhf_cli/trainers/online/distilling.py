@@ -89,11 +89,10 @@ def train_student(
 
 
 def _sequences(sampled: Rollout) -> list[TokenSequence]:
-    """Return sampled responses, with the prompt that the teacher reads if it is another one."""
-    prompts = (sample.prompt.teacher_ids for sample in sampled.samples)
+    """Return sampled responses, with the teacher's sequence if it has another prompt."""
     return [
-        sequence if ids is None else replace(sequence, teacher_prompt=np.array(ids, np.int32))
-        for sequence, ids in zip(sampled.sequences, prompts, strict=True)
+        sequence if sample.prompt.teacher_ids is None else replace(sequence, teacher_reads=sample.teacher_sequence)
+        for sequence, sample in zip(sampled.sequences, sampled.samples, strict=True)
     ]
 
 

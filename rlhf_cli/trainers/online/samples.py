@@ -62,13 +62,16 @@ class Sample:
         # An environment may have extended the prompt of the row.
         own = None if response.episode is None else response.episode.prompt_ids
         sequence = _sequence(self.prompt.prompt_ids if own is None else own, response.token_ids, response.turns)
-        return replace(sequence, pictures=self.prompt.pictures)
+        return replace(sequence, pictures=self.prompt.pictures, teacher=self.prompt.teacher)
 
     @property
     def teacher_sequence(self) -> TokenSequence:
         """Response after the prompt that the teacher reads."""
         ids = self.prompt.teacher_ids
-        return self.sequence if ids is None else _sequence(ids, self.response.token_ids, self.response.turns)
+        if ids is None:
+            return self.sequence
+        read = _sequence(ids, self.response.token_ids, self.response.turns)
+        return replace(read, teacher=self.prompt.teacher)
 
     @property
     def sequences(self) -> list[TokenSequence]:
@@ -77,7 +80,7 @@ class Sample:
         Each sampled token is trained in exactly one of them.
         """
         earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in self.branches)
-        return [*earlier, self.sequence]
+        return [*(replace(one, teacher=self.prompt.teacher) for one in earlier), self.sequence]
 
     @property
     def observed_turns(self) -> Iterator[tuple[int, bytes]]:

@@ -155,7 +155,7 @@ def _pairs(count: int) -> Task:
     pairs = [Pair(np.ones(2, np.int32), response, response, 0.0)] * count
     lengths = {"prompt_length": 2, "chosen_length": size, "rejected_length": size, "num_trained": 2 * size}
     columns = {name: np.full(count, length, np.int32) for name, length in lengths.items()}
-    data = LoadedData(pairs, columns, report=None, where=str, fingerprint=str)  # type: ignore[arg-type]
+    data = LoadedData(pairs, columns, report=None, row_of=None, fingerprint=str)  # type: ignore[arg-type]
     return Task(dpo_task("sigmoid").objective, PairItems(data, True, read_ends=False, columns={}))
 
 

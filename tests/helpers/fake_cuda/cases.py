@@ -41,7 +41,7 @@ from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.sequence_parallel.shards import Mode, SequenceRanks
-from rlhf_cli.models.student import HiddenStateModel, StudentModel
+from rlhf_cli.models.student import HiddenStateModel, StudentModel, TeacherStates
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.distill import DistillBatch, DistillObjective
 from rlhf_cli.trainers.offline.sft import sft_objective
@@ -126,7 +126,7 @@ def distill(settings: DivergenceSettings, coef: float) -> Result:
     with torch.no_grad():
         states = teacher(batch)
     objective = DistillObjective(settings, kd_coef=coef)
-    return student, objective(student, DistillBatch(batch, states, teacher.head.weights()), TOTALS)[0]
+    return student, objective(student, DistillBatch(batch, (TeacherStates(states, teacher.head.weights()),)), TOTALS)[0]
 
 
 def sequence_parallel(mode: Mode) -> Result:

@@ -64,14 +64,17 @@ def test_micro_batches_of_sequences_arrive_empty_ones_too():
             assert_equal_sequences(*pair)
 
 
-def test_prompts_of_teachers_arrive():
-    prompts = [np.arange(count, dtype=np.int32) for count in (4, 2)]
-    given = [replace(sequence(3), teacher_prompt=prompt) for prompt in prompts]
+def test_what_teachers_read_arrives():
+    given = [replace(sequence(3), teacher=1, teacher_reads=sequence(5)), sequence(3)]
     ((found,),) = arrived(RankWork([[given]])).steps
-    for one, own in zip(found, prompts, strict=True):
-        np.testing.assert_array_equal(one.teacher_prompt, own, strict=True)
+    assert [one.teacher for one in found] == [1, 0]
+    assert found[0].teacher_reads is not None
+    for name in ("token_ids", "loss_mask"):
+        sent, read = (getattr(one.teacher_reads, name) for one in (given[0], found[0]))
+        np.testing.assert_array_equal(read, sent, strict=True)
+    assert found[1].teacher_reads is None
     ((without,),) = arrived(RankWork([[[sequence(3)]]])).steps
-    assert without[0].teacher_prompt is None
+    assert without[0].teacher_reads is None
 
 
 def test_experts_arrive_and_a_sequence_without_any_has_none_of_its_tokens():

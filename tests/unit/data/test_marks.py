@@ -19,7 +19,7 @@ from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.step_data import STEPS
 from rlhf_cli.errors import UsageError
-from rlhf_cli.trainers.offline.sft import unweighted_items
+from rlhf_cli.trainers.offline.distill import taught_items
 
 WHERE: dict[str, Any] = {"split": "train", "seed": 0}
 TURNS = [("user", "one"), ("assistant", "first answer"), ("user", "two"), ("assistant", "second answer")]
@@ -282,7 +282,7 @@ def test_weights_of_messages_and_rows_are_multiplied(tmp_path) -> None:
     with pytest.raises(
         UsageError, match=r"rows.jsonl line 1 has a loss weight other than 0 and 1, which only rlhf sft"
     ):
-        unweighted_items(data)
+        taught_items(None, data)  # type: ignore[arg-type]
 
 
 def test_the_end_of_a_plain_response_has_the_weight_of_its_text(tmp_path) -> None:

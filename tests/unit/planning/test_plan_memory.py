@@ -195,6 +195,20 @@ def test_a_hosted_teacher_is_on_the_gpu_while_its_student_trains():
     assert train["weights"] == 2 * (N + plan.work.roles["actor"].shape.parameters)
 
 
+@pytest.mark.parametrize("command", ["gkd", "grpo", "distill"])
+def test_several_teachers_rest_in_host_memory_and_take_turns_on_the_gpu(command):
+    given: dict[str, object] = {"pretrain": SMALL, "teacher_pretrain": LARGE}
+    by_source = {"teacher_by_source": json.dumps({"code": SMALL, "math": LARGE})}
+    alone, several = (plan_of(command, **given, **more) for more in ({}, by_source))
+    own = several.work.roles["actor" if command != "distill" else "model"].shape.parameters
+    assert several.work.roles["teacher 2"].shape.parameters == own
+    assert several.work.roles["teacher 2"].offloaded_bytes == 2 * own
+    offloaded = several.host["offloaded states"] - alone.host.get("offloaded states", 0.0)
+    assert offloaded == pytest.approx(2 * (N + own), rel=0.01)
+    of_teachers = sum(several.work.tokens.forward[name] for name in ("teacher", "teacher 2"))
+    assert of_teachers == alone.work.tokens.forward["teacher"]
+
+
 def test_a_reference_of_dpo_takes_memory_unless_it_is_precomputed_or_the_base():
     cases: dict[str, dict[str, object]] = {
         "resident": {},

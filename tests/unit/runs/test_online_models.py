@@ -28,7 +28,7 @@ from rlhf_cli.runs.online.models import (
     together,
     truncation_notice,
 )
-from rlhf_cli.runs.online.student import hosted_teacher, rows_config
+from rlhf_cli.runs.online.student import hosted_teachers, rows_config
 from rlhf_cli.runs.trained_model import reference_notice
 
 
@@ -134,8 +134,8 @@ def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model
     assert found.teacher is not None
     assert tuple(found.by_role) == ("actor",)
     assert idle_settings(config, ("actor",)) == []
-    hosted = hosted_teacher(config, found.teacher)
-    assert (hosted.model.pretrain, hosted.model.compile_model) == (str(teacher), False)
+    hosted = hosted_teachers(config, found.teachers)
+    assert [(one.pretrain, one.compile_model) for one in hosted.models] == [(str(teacher), False)]
     assert (hosted.deepspeed.zero_stage, hosted.deepspeed.param_offload) == (3, True)
     with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', from which this run starts"):
         find("gkd", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")

@@ -269,8 +269,8 @@ class Online:
         self._data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(4)))
         self._store = CheckpointStore(folder / "checkpoints", max_num=1)
 
-    def begin(self) -> None:
-        with self._store.writing(1, {"identity": self._identity({})}, needed_bytes=0):
+    def begin(self, **given: Any) -> None:
+        with self._store.writing(len(self._store.steps()) + 1, {"identity": self._identity(given)}, needed_bytes=0):
             pass
 
     def resume(self, **given: Any) -> None:
@@ -323,9 +323,22 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_defaults_of_younger_s
     ppo.resume()
     with pytest.raises(UsageError, match="it does not record adam_eps; use another"):
         ppo.resume(adam_eps="1e-6")
+    ppo.forget("weights of the teachers by source")
+    ppo.resume()
     ppo.forget("weights of the teacher")
     with pytest.raises(UsageError, match="it does not record weights of the teacher; use another"):
         ppo.resume()
+
+
+def test_teachers_by_source_may_move_and_others_are_refused(ppo, tmp_path):
+    folder = ppo.paths["teacher"]
+    ppo.begin(teacher_by_source=json.dumps({"code": str(folder)}))
+    moved = shutil.copytree(folder, tmp_path / "moved_code")
+    ppo.resume(teacher_by_source=json.dumps({"code": str(moved)}))
+    change_weights(moved)
+    for by_source in ({"code": str(moved)}, {"math": str(folder)}, {}):
+        with pytest.raises(UsageError, match="it differs in weights of the teachers by source"):
+            ppo.resume(teacher_by_source=json.dumps(by_source))
 
 
 def test_online_models_may_move_and_settings_of_speed_may_change(ppo, tmp_path):

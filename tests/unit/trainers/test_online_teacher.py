@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,21 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny_tokenizer
+from distill_training import save_teacher
 from online_fakes import WITH_REFERENCE, WITHOUT_REFERENCE, Run
 from reward_models import save_reward_model
 from site_hooks import undocumented
 from test_online_batch import floats, generation, prompt, responses_of, scored, settings_of
+from test_online_repeats import OneRank
 from test_online_reward_model import role_settings
 from tiny_training import make_sequences
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.advantages import drawn_to_teacher
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
+from rlhf_cli.backends.roles.groups import TeacherRole
+from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.ranks import FrozenPolicyRank
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -33,16 +38,6 @@ from rlhf_cli.trainers.online.batch import learning_samples
 from rlhf_cli.trainers.online.samples import Rollout
 
 ALONE = RewardConfig()
-
-
-def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None) -> Path:
-    """Save a random language model that is wider than the tiny policy."""
-    torch.manual_seed(11)
-    size = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = Qwen2Config(**size, num_key_value_heads=2, vocab_size=vocab_size, initializer_range=0.2)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    (tokenizer or make_tiny_tokenizer()).save_pretrained(folder)
-    return folder
 
 
 def find(teacher: Path, policy: str) -> ModelPlan:
@@ -98,6 +93,22 @@ def test_the_role_gives_transformers_logprobs_of_each_sequence_alone_at_the_samp
     expected = np.concatenate([alone(plain, s.token_ids, s.loss_mask, settings.temperature) for s in sequences])
     assert settings.temperature == 0.7
     assert np.concatenate([first, second]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.usefixtures("group_of_one")
+def test_each_sequence_is_scored_by_the_teacher_of_its_source(tmp_path, tiny_llama_dir, stage):
+    sequences = [replace(one, teacher=number % 3 % 2) for number, one in enumerate(make_sequences(7))]
+    settings = role_settings(save_teacher(tmp_path), stage)
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tmp_path, tiny_llama_dir)]
+    other = settings.model.model_copy(update={"pretrain": tiny_llama_dir})
+    offloaded = settings.deepspeed.model_copy(update={"param_offload": stage != 3})
+    rank = FrozenPolicyRank(replace(settings, other_models=(other,), deepspeed=offloaded))
+    planner = MicroBatchPlanner(1, BatchConfig(train_max_tokens_per_gpu=20), 0.0, lambda: False)
+    found = TeacherRole(OneRank(rank), planner, takes_turns=True).logprobs(sequences)  # type: ignore[arg-type]
+    for sequence, values in zip(sequences, found, strict=True):
+        expected = alone(models[sequence.teacher], sequence.token_ids, sequence.loss_mask, settings.temperature)
+        assert np.asarray(values) == pytest.approx(expected, abs=1e-5)
 
 
 def alone(model: Any, token_ids: np.ndarray, loss_mask: np.ndarray, temperature: float) -> np.ndarray:

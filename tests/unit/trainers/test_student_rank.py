@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distill_training import STEPS, distill_plainly, distill_steps
+import torch
+from distill_training import STEPS, distill_plainly, distill_steps, save_teacher, text_logits
 from online_fakes import FakeTracker
 from online_settings import online_settings, resolve
 from samples import sample_of
 from site_hooks import undocumented
 from test_online_repeats import PROMPTS, OneEngine, OneRank, Scorer
 from tiny_training import CLOSE, LEARNING_RATE, OPTIM, Layout, farthest, make_sequences
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rlhf_cli.algorithms.gradient_share import compared
 from rlhf_cli.backends.roles.groups import StudentRole
@@ -29,7 +31,7 @@ from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
-from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
+from rlhf_cli.runs.online.student import hosted_teachers, shares_prompts
 from rlhf_cli.runs.trained_model import find_frozen_policy
 from rlhf_cli.trainers.offline.distill import DistillObjective
 from rlhf_cli.trainers.online.distilling import Mixture, train_student
@@ -52,9 +54,10 @@ def config_of(student: str, teacher: str, **given: str) -> GKDConfig:
 
 def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> StudentRank:
     found, tokenizer = find_model(config.model), load_tokenizer(config.model)
-    teacher = find_frozen_policy(
-        "teacher_pretrain", config.distillation.teacher_pretrain, config.model, found.architecture, tokenizer
-    )
+    teachers = [
+        find_frozen_policy("teacher_pretrain", pretrain, config.model, found.architecture, tokenizer)
+        for pretrain in (config.distillation.teacher_pretrain, *config.other_teachers)
+    ]
     return StudentRank(
         RoleSettings(
             model=config.model,
@@ -66,9 +69,9 @@ def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> 
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy,
-            share_prompts=shares_prompts(config, teacher),
+            share_prompts=shares_prompts(config, teachers),
             sleeps=bool(config.placement.deepspeed_enable_sleep),
-            teacher=hosted_teacher(config, teacher),
+            teachers=hosted_teachers(config, teachers),
         )
     )
 
@@ -95,8 +98,10 @@ def helped(sequences: list[TokenSequence]) -> list[TokenSequence]:
     found = []
     for one in sequences:
         prompt = one.token_ids[: int(one.loss_mask.argmax())].tolist()
-        longer = np.array([*[9] * (len(prompt) % 3 + 1), *prompt], np.int32)
-        found.append(replace(one, teacher_prompt=longer))
+        more = [9] * (len(prompt) % 3 + 1)
+        token_ids = np.array([*more, *one.token_ids], np.int32)
+        reads = TokenSequence(token_ids, np.array([*[False] * len(more), *one.loss_mask]))
+        found.append(replace(one, teacher_reads=reads))
     return found
 
 
@@ -105,8 +110,6 @@ def test_a_teacher_with_a_context_reads_the_same_responses_after_its_own_prompts
     tiny_model_dir, tiny_llama_dir, max_tokens
 ):
     sequences = helped(responses())
-    assert sequences[0].as_teacher_reads.token_ids.tolist() == [9, *sequences[0].token_ids.tolist()]
-    assert sequences[0].as_teacher_reads.num_trained == sequences[0].num_trained
     given: dict[str, Any] = {"beta": 0.4, "temperature": 0.9}
     expected = distill_plainly(tiny_model_dir, tiny_llama_dir, sequences=sequences, **given)
     assert expected != pytest.approx(distill_plainly(tiny_model_dir, tiny_llama_dir, sequences=responses(), **given))
@@ -115,6 +118,32 @@ def test_a_teacher_with_a_context_reads_the_same_responses_after_its_own_prompts
     found = role.learn(sequences, [np.array(step) for step in STEPS])
     assert [metrics["loss"] for metrics in found] == pytest.approx(expected, rel=2e-6, abs=2e-6)
     assert any(role.projections)
+
+
+@pytest.mark.parametrize("given", [{}, {"teacher_zero_stage": "3"}, {"deepspeed_enable_sleep": "true"}])
+def test_each_response_is_compared_with_the_teacher_of_its_source(tiny_model_dir, tiny_llama_dir, tmp_path, given):
+    other = str(save_teacher(tmp_path))
+    sequences = [
+        replace(one, teacher=number % 3 % 2, teacher_reads=replace(one.teacher_reads, teacher=number % 3 % 2))
+        for number, one in enumerate(helped(responses()))
+        if one.teacher_reads is not None
+    ]
+    assert {one.teacher for one in sequences[7:9]} == {0, 1}
+
+    second = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+
+    def logits_of(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
+        is_teacher = isinstance(model, LlamaForCausalLM)
+        return text_logits(second if is_teacher and sequence.teacher else model, sequence)
+
+    similar: dict[str, Any] = {"beta": 0.4, "temperature": 0.9, "sequences": sequences}
+    expected = distill_plainly(tiny_model_dir, tiny_llama_dir, logits_of=logits_of, **similar)
+    by_source = json.dumps({"code": other})
+    role = role_of(make_student(config_of(tiny_model_dir, tiny_llama_dir, teacher_by_source=by_source, **given)))
+    role.watch = Watch(((0, 0),))
+    found = role.learn(sequences, [np.array(step) for step in STEPS])
+    assert [metrics["loss"] for metrics in found] == pytest.approx(expected, rel=2e-6, abs=2e-6)
+    assert role.trace[0]["divergence"].all()
 
 
 @pytest.mark.parametrize(
