@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from rlhf_cli.errors import LONGEST_REASON
 from rlhf_cli.rewards.workers.child import describe_end
@@ -40,6 +40,29 @@ class ProgramEnd:
     trace: str = ""
 
 
+class ProgramFailed(Exception):
+    """There is no process for an episode."""
+
+    def __init__(self, end: ProgramEnd) -> None:
+        self.end = end
+
+
+class Process(Protocol):
+    """A process that plays an episode. `key` identifies it to the endpoint."""
+
+    key: str
+
+    def wait(self) -> None:
+        """Block until the episode has ended. For another thread."""
+
+    def kill(self) -> None:
+        """End the episode. No-op if it has ended."""
+
+    def close(self) -> ProgramEnd:
+        """Release the process and return the outcome. Call it after `wait`."""
+        ...
+
+
 class AgentProcess:
     """A running agent process."""
 
@@ -47,7 +70,7 @@ class AgentProcess:
         self, words: list[str], row: Mapping[str, object], variables: Mapping[str, str], lifeline: int
     ) -> None:
         """Start the process. `lifeline` is the read end of a pipe whose write end only the driver holds."""
-        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        self.key = variables["OPENAI_API_KEY"]
         # Files instead of pipes: a full pipe would block the agent, since the output is read only after the exit.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -55,42 +78,23 @@ class AgentProcess:
             with tempfile.TemporaryFile() as given:
                 given.write(json.dumps(row, default=str).encode() + b"\n")
                 given.seek(0)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT), str(lifeline), *words],
-                    stdin=given,
-                    stdout=self._output,
-                    stderr=self._errors,
-                    env={**inherited, **variables},
-                    pass_fds=(lifeline,),
-                    # A separate process group, so that killing it also kills the agent's children.
-                    start_new_session=True,
-                )
+                self._process = start_program(words, (given, self._output, self._errors), variables, lifeline)
         except BaseException:
             self._close()
             raise
 
     def wait(self) -> None:
         """Block until the process exits, without reaping it."""
-        # WNOWAIT keeps the zombie, so the pid cannot be reused before `close` kills the process group.
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        wait_unreaped(self._process)
 
     def kill(self) -> None:
         """Kill the process group. No-op if it has exited."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process)
 
     def close(self) -> ProgramEnd:
         """Kill remaining children, release all resources and return the outcome. Call it after `wait`."""
-        # Read the exit status before the kill, which would hide it.
-        end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        self.kill()
-        self._process.wait()
         try:
-            if end is None or (end.si_code, end.si_status) == (os.CLD_EXITED, 0):
-                return _reward_of(_last_lines(_tail(self._output), 1))
-            lines = _last_lines(_tail(self._errors), _TRACE_LINES)
-            last = f"; last stderr line: {lines[-1].strip()[:LONGEST_REASON]}" if lines else ""
-            return ProgramEnd(failure=f"{describe_end(end.si_code, end.si_status)}{last}", trace="\n".join(lines))
+            return reap(self._process, self._errors) or _reward_of(_last_lines(_tail(self._output), 1))
         finally:
             self._close()
 
@@ -99,15 +103,70 @@ class AgentProcess:
         self._errors.close()
 
 
+def start_program(
+    words: Sequence[str],
+    streams: tuple[IO[bytes] | int, IO[bytes], IO[bytes]],
+    variables: Mapping[str, str],
+    lifeline: int,
+) -> "subprocess.Popen[bytes]":
+    """Start a program in a process group that the kernel kills when the driver ends.
+
+    Args:
+        words: the command.
+        streams: standard input, output and errors.
+        variables: environment variables, in addition to a few of this process.
+        lifeline: read end of a pipe whose write end only the driver holds.
+    """
+    inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    given, output, errors = streams
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT), str(lifeline), *words],
+        stdin=given,
+        stdout=output,
+        stderr=errors,
+        env={**inherited, **variables},
+        pass_fds=(lifeline,),
+        # A separate process group, so that killing it also kills the agent's children.
+        start_new_session=True,
+    )
+
+
+def wait_unreaped(process: "subprocess.Popen[bytes]") -> os.waitid_result | None:
+    """Block until a process exits, and return its status."""
+    # WNOWAIT keeps the zombie, so the pid cannot be reused before `reap` kills the process group.
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process with its children. No-op if it has exited."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def reap(process: "subprocess.Popen[bytes]", errors: IO[bytes]) -> ProgramEnd | None:
+    """Wait for a process, kill its children, and return its failure, or None if its exit status is 0."""
+    # Read the exit status before the kill, which would hide it.
+    end = wait_unreaped(process)
+    kill_group(process)
+    process.wait()
+    if end is None or (end.si_code, end.si_status) == (os.CLD_EXITED, 0):
+        return None
+    lines = _last_lines(_tail(errors), _TRACE_LINES)
+    last = f"; last stderr line: {lines[-1].strip()[:LONGEST_REASON]}" if lines else ""
+    return ProgramEnd(failure=f"{describe_end(end.si_code, end.si_status)}{last}", trace="\n".join(lines))
+
+
 def _reward_of(lines: list[str]) -> ProgramEnd:
     """Parse the reward from the last output line: a JSON object with a numeric `reward`."""
     try:
         parsed = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         parsed = None
-    if not isinstance(parsed, dict) or "reward" not in parsed:
-        return ProgramEnd()
-    given = parsed["reward"]
+    return reward_end(parsed["reward"]) if isinstance(parsed, dict) and "reward" in parsed else ProgramEnd()
+
+
+def reward_end(given: object) -> ProgramEnd:
+    """Return the outcome with a reward, or a failure if it is no finite number."""
     try:
         reward = float(given) if isinstance(given, int | float) else math.nan
     # float() overflows on integers with hundreds of digits.

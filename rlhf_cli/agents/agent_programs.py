@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd
+from rlhf_cli.agents.agent_process import AgentProcess, Process, ProgramEnd, ProgramFailed
 from rlhf_cli.agents.chat_records import EPISODE_ENDED, ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_responses import MODEL
 from rlhf_cli.agents.endpoint import Caller, Endpoint, new_key
@@ -47,16 +48,14 @@ class _Program(Caller):
     exit: "asyncio.Future[None]" = field(kw_only=True)
 
 
-class AgentPrograms:
+class Programs(ABC):
     """Runs agent processes; a context manager that leaves no process behind.
 
     The timeout runs from the start to the first request, and from each response to the next request or to the
     exit. It is suspended while a request is pending. At most `num_workers` processes run at a time.
     """
 
-    def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
-        """Check the command. Raises UsageError if the executable or the Python script does not exist."""
-        self._words, self._command = _command_words(command), command
+    def __init__(self, *, timeout: float, num_workers: int) -> None:
         self._timeout, self._num_workers = timeout, num_workers
         # Ignored settings are logged once per run, not once per request.
         self._noticed: set[str] = set()
@@ -89,9 +88,18 @@ class AgentPrograms:
         os.close(self._held)
 
     @property
+    @abstractmethod
+    def about(self) -> str:
+        """A line for the startup log."""
+
+    @abstractmethod
+    async def _begin(self, row: Mapping[str, object]) -> Process:
+        """Return a process that plays an episode. Raises OSError or ProgramFailed if there is none."""
+
+    @property
     def description(self) -> EnvironmentDescription:
         """Description for prompt rendering. The run sees no tools: agents declare tools in their requests."""
-        return EnvironmentDescription((), f"agent program {self._command!r}", is_program=True)
+        return EnvironmentDescription((), self.about, is_program=True)
 
     async def play(
         self,
@@ -130,15 +138,16 @@ class AgentPrograms:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         async with self._slots:
-            key, limit = new_key(), TimeLimit(self._timeout, now=self._loop.time())
-            variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
             try:
-                process = AgentProcess(self._words, row, variables, self._lifeline)
+                process = await self._begin(row)
             # The machine is out of processes, file descriptors or memory: fail this episode, not the run.
             except OSError as error:
                 return ProgramEnd(failure=f"could not be started: {error.strerror}")
+            except ProgramFailed as error:
+                return error.end
             ended = self._loop.run_in_executor(self._watchers, process.wait)
-            program = _Program(key, answer=answer, limit=limit, exit=ended)
+            limit = TimeLimit(self._timeout, now=self._loop.time())
+            program = _Program(process.key, answer=answer, limit=limit, exit=ended)
             self._endpoint.admit(program)
             try:
                 started()
@@ -184,6 +193,25 @@ class AgentPrograms:
             return completion
         finally:
             caller.limit.answer(self._loop.time(), is_refused=is_refused)
+
+
+class AgentPrograms(Programs):
+    """Runs a command for each episode."""
+
+    def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
+        """Check the command. Raises UsageError if the executable or the Python script does not exist."""
+        super().__init__(timeout=timeout, num_workers=num_workers)
+        self._words, self._command = _command_words(command), command
+
+    @property
+    def about(self) -> str:
+        """A line for the startup log."""
+        return f"agent program {self._command!r}"
+
+    async def _begin(self, row: Mapping[str, object]) -> AgentProcess:
+        key = new_key()
+        variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
+        return AgentProcess(self._words, row, variables, self._lifeline)
 
 
 def _command_words(command: str) -> list[str]:

@@ -16,7 +16,7 @@ class GenerateConfig(InferenceConfig):
 
     @model_validator(mode="after")
     def _check_selection_prompts(self) -> "GenerateConfig":
-        if self.episodes.agent_command is not None and self.out.select != "none":
+        if self.episodes.runs_programs and self.out.select != "none":
             raise ValueError(
                 f"select {self.out.select} writes rows with the run's prompts, but an agent program writes its own: "
                 "use the messages in samples.jsonl"

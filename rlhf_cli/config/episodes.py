@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
-from rlhf_cli.config.queries import HARBOR_PREFIX, TEXTARENA_PREFIX
+from rlhf_cli.config.queries import HARBOR_PREFIX, TEXTARENA_PREFIX, VERIFIERS_PREFIX
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
@@ -18,7 +18,7 @@ _URL_SCHEMES = ("ws", "wss", *_HTTP_SCHEMES)
 MCP_PREFIX = "mcp:"
 NEMO_GYM_PREFIX = "nemo_gym:"
 
-_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena", "nemo_gym", "harbor"]
+_EnvironmentKind = Literal["file", "openenv", "mcp", "textarena", "nemo_gym", "harbor", "verifiers"]
 _TurnSchedule = Literal["step", "free"]
 
 
@@ -35,6 +35,8 @@ def environment_kind(environment: str) -> _EnvironmentKind:
         return "textarena"
     if environment.startswith(HARBOR_PREFIX):
         return "harbor"
+    if environment.startswith(VERIFIERS_PREFIX):
+        return "verifiers"
     if environment.startswith(NEMO_GYM_PREFIX):
         return "nemo_gym"
     return "openenv" if is_url(environment) else "file"
@@ -46,9 +48,10 @@ class EpisodeConfig(SettingsGroup):
     environment: str | None = None
     """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
     to start an MCP server; mcp:URL for a running MCP server; nemo_gym:URL for a resources server of NeMo Gym;
-    textarena:GAME for a game of the package textarena; or harbor:docker for task folders of Harbor. Each response
-    becomes a multi-turn episode: the class's public methods, or the server's tools, are the model's tools. Without
-    tools, step(text) replies to the model.
+    textarena:GAME for a game of the package textarena; harbor:docker for task folders of Harbor; or verifiers:NAME for
+    an environment of the package verifiers, in the interpreter RLHF_VERIFIERS_PYTHON. Each response becomes a
+    multi-turn episode: the class's public methods, or the server's tools, are the model's tools. Without tools,
+    step(text) replies to the model.
     """
     max_turns: Annotated[int, _OF_EPISODES] = Field(8, gt=0)
     """Maximum number of model turns per episode. max_new_tokens limits a turn, max_len the full episode."""
@@ -78,6 +81,11 @@ class EpisodeConfig(SettingsGroup):
         """Whether responses are multi-turn episodes."""
         return self.environment is not None or self.agent_command is not None
 
+    @property
+    def runs_programs(self) -> bool:
+        """Whether programs request the turns: an agent program, or the workers of verifiers."""
+        return self.agent_command is not None or (self.environment or "").startswith(VERIFIERS_PREFIX)
+
     def identity(self, *, max_len: int) -> dict[str, object]:
         """Return the settings that must match to resume a run.
 
@@ -96,7 +104,8 @@ class EpisodeConfig(SettingsGroup):
     def _check_urls_have_hosts(self) -> Self:
         # Other servers have a prefix, because their URLs look like those of OpenEnv.
         url = (self.environment or "").removeprefix(MCP_PREFIX).removeprefix(NEMO_GYM_PREFIX)
-        if not is_url(url):
+        # A setting of verifiers may be a URL.
+        if not is_url(url) or url.startswith(VERIFIERS_PREFIX):
             return self
         schemes: tuple[str, ...] = _URL_SCHEMES
         form = "an OpenEnv server has a URL like ws://host:8000"
@@ -107,6 +116,12 @@ class EpisodeConfig(SettingsGroup):
         parts = urlsplit(url)
         if parts.scheme not in schemes or not parts.hostname:
             raise ValueError(f"environment {self.environment}: {form}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_turn_schedule(self) -> Self:
+        if self.runs_programs and self.turn_schedule == "free":
+            raise ValueError(f"turn_schedule free: environment {self.environment} requests turns at any time already")
         return self
 
     @model_validator(mode="after")
@@ -133,7 +148,7 @@ def _identity(environment: str) -> str:
             if is_url(command):
                 return f"{MCP_PREFIX}{urlsplit(command).path}"
             return MCP_PREFIX + _command_identity(command)
-        case "textarena" | "harbor":
+        case "textarena" | "harbor" | "verifiers":
             return environment
         case "nemo_gym":
             return f"{NEMO_GYM_PREFIX}{urlsplit(environment.removeprefix(NEMO_GYM_PREFIX)).path.rstrip('/')}"

@@ -72,8 +72,11 @@ def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
     kind = None if environment is None else environment_kind(str(environment))
     has_reward = kind not in (None, "mcp") or given.get("agent_command") is not None
     found: dict[str, object] = {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
-    # The messages in the rows of NeMo Gym.
-    return found | ({"input_key": "responses_create_params.input"} if kind == "nemo_gym" else {})
+    if kind == "nemo_gym":
+        found["input_key"] = "responses_create_params.input"  # the messages in its rows
+    if kind == "verifiers":
+        found["prompt_data"] = environment
+    return found
 
 
 _OTHER_REWARDS = ("reward_func", "reward_pretrain", "remote_rm_url", "judge", "teacher_pretrain")

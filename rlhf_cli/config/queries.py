@@ -11,6 +11,9 @@ TEXTARENA_PREFIX = "textarena:"
 HARBOR_PREFIX = "harbor:"
 """Prefix of prompts that are task folders of Harbor, and of the environment that runs them."""
 
+VERIFIERS_PREFIX = "verifiers:"
+"""Prefix of an environment of the package verifiers, and of prompts that are its tasks."""
+
 
 def parameters_of(name: str, query: str, defaults: Mapping[str, object]) -> dict[str, object]:
     """Return the values by parameter, in the types of the defaults.

@@ -7,13 +7,14 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.agents.agent_programs import AgentPrograms
+from rlhf_cli.agents.agent_programs import AgentPrograms, Programs
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.mcp_server import McpServer
 from rlhf_cli.agents.nemo_gym import NemoGymServer
 from rlhf_cli.agents.openenv import OpenEnvServer
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
+from rlhf_cli.agents.verifiers import VerifiersPrograms
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import MCP_PREFIX, NEMO_GYM_PREFIX, EpisodeConfig, environment_kind
@@ -88,11 +89,11 @@ class EnvironmentPlan:
 
 @dataclass(frozen=True)
 class _AgentPlan:
-    """A run's agent program and dialogue formats before engines start."""
+    """A run's agent programs and dialogue formats before engines start."""
 
     settings: EpisodeConfig
     prompts: PromptConfig
-    programs: AgentPrograms
+    programs: Programs
     dialogues: ToolDialogues
 
     @property
@@ -126,17 +127,14 @@ def find_episodes(
     Raises:
         UsageError: the environment or program is invalid, or the chat template does not support multiple turns.
     """
-    if settings.agent_command is None:
+    if not settings.runs_programs:
         return find_environment(settings, prompts, template, found, tokenizer)
     _check_template(template, "an agent program")
     chat_template = Renderer(template, tokenizer).template
     dialogues = ToolDialogues(
         chat_template, tokenizer, end_ids=_end_ids(found, chat_template), vocab_size=_vocab_size(found)
     )
-    programs = AgentPrograms(
-        settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.environment_num_workers
-    )
-    return _AgentPlan(settings, prompts, programs, dialogues)
+    return _AgentPlan(settings, prompts, _programs(settings), dialogues)
 
 
 def find_environment(
@@ -153,6 +151,8 @@ def find_environment(
     """
     if settings.environment is None:
         return None
+    if settings.runs_programs:
+        raise UsageError(f"--environment {settings.environment}: its episodes cannot be played without a model")
     _check_template(template, "an environment")
     # Load the file or connect to the server only to read the description. All processes end with this block.
     with _environments(settings, prompts) as environments:
@@ -166,6 +166,15 @@ def find_environment(
         vocab_size=_vocab_size(found),
     )
     return EnvironmentPlan(settings, prompts, environments, dialogue)
+
+
+def _programs(settings: EpisodeConfig) -> Programs:
+    """Create the agent programs, or the workers of verifiers."""
+    timeout, num_workers = settings.environment_timeout, settings.environment_num_workers
+    if settings.agent_command is not None:
+        return AgentPrograms(settings.agent_command, timeout=timeout, num_workers=num_workers)
+    assert settings.environment is not None
+    return VerifiersPrograms(settings.environment, timeout=timeout, num_workers=num_workers)
 
 
 def _check_template(template: TemplateConfig, other: str) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 
 from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.config.procedural import is_procedural
-from rlhf_cli.config.queries import HARBOR_PREFIX
+from rlhf_cli.config.queries import HARBOR_PREFIX, VERIFIERS_PREFIX
 from rlhf_cli.data.formats.dialogues import row_of_numbered
+from rlhf_cli.data.reading import harbor, verifiers
 from rlhf_cli.data.reading.files import Table, kind_of_file, read_file
-from rlhf_cli.data.reading.harbor import read_tasks
 from rlhf_cli.data.reading.json_cells import row_reader
 from rlhf_cli.data.reading.reasoning_gym import read_problems
 from rlhf_cli.data.sampling import SEED_MASK
@@ -278,7 +278,9 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
     if is_procedural(name):
         return Source(name, (read_problems(name, head=head),))
     if name.startswith(HARBOR_PREFIX):
-        return Source(name, (read_tasks(name),))
+        return Source(name, (harbor.read_tasks(name),))
+    if name.startswith(VERIFIERS_PREFIX):
+        return Source(name, (verifiers.read_tasks(name),))
     path, split = _parted(name)
     if os.path.isdir(path):
         return Source(name, _read_folder(path, split, default_split, head))

@@ -21,6 +21,7 @@ NEEDED = {"pretrain": "model", "prompt_data": "rows.jsonl", "output": "run"}
         ("mcp:http://host:8000/mcp", "mcp", "mcp:/mcp"),
         ("mcp:python server.py --at http://host", "mcp", "mcp:python server.py --at host"),
         ("mcp:python /home/me/server.py --root data", "mcp", "mcp:python server.py --root data"),
+        ("verifiers:sums?taskset.url=http://host", "verifiers", "verifiers:sums?taskset.url=http://host"),
     ],
 )
 def test_kind_and_identity_follow_from_the_form(environment: str, kind: str, identity: str) -> None:
@@ -70,6 +71,15 @@ def test_an_agent_program_has_its_own_reward_by_default_and_is_known_by_the_name
 def test_settings_that_do_not_go_with_an_agent_program_are_refused(given: dict[str, object], fault: str) -> None:
     with pytest.raises(UsageError, match=fault):
         build_config(GRPOConfig, {**NEEDED, "reward_funcs": "math", "agent_command": "python agent.py", **given})
+
+
+def test_an_environment_of_verifiers_has_its_own_prompts_and_requests_turns_at_any_time() -> None:
+    name = "verifiers:sums?taskset.num_tasks=3"
+    given = {"pretrain": "model", "output": "run", "environment": name}
+    config = build_config(GRPOConfig, {**GRPOConfig.implied(given), **given})
+    assert (config.prompts.prompt_data, [call.name for call in config.reward.rewards]) == (name, ["environment"])
+    with pytest.raises(UsageError, match="requests turns at any time already"):
+        build_config(GRPOConfig, {**NEEDED, "environment": name, "turn_schedule": "free"})
 
 
 def test_rows_to_train_on_are_not_selected_from_the_conversations_of_a_program() -> None:
