@@ -132,6 +132,12 @@ COMMANDS = {
         "Serve a reward model or verifiers over HTTP.",
         "reward_server:run_server",
     ),
+    "serve-tinker": Command(
+        "serve_tinker:ServeTinkerConfig",
+        _USE,
+        "Serve the Tinker API: LoRA training and sampling over HTTP.",
+        "tinker.run:run_tinker_server",
+    ),
     "merge": Command(
         "merge:MergeConfig",
         _USE,

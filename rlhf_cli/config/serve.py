@@ -1,4 +1,4 @@
-"""Settings for `rlhf serve-rm`: model, address and limits."""
+"""Settings for `rlhf serve-rm`: model, address and limits; the address of all servers."""
 
 from pydantic import Field, model_validator
 
@@ -32,11 +32,18 @@ class ServedModelConfig(SettingsGroup):
         return self
 
 
-class ServeConfig(SettingsGroup):
-    """Server"""
+class AddressConfig(SettingsGroup):
+    """Address and key of a server; subclasses set `port` and `api_key_env`."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Addresses other than loopback (127.0.0.1, ::1) require a key in api_key_env."""
+    port: int
+    api_key_env: str
+
+
+class ServeConfig(AddressConfig):
+    """Server"""
+
     port: int = Field(5000, ge=0, le=65_535)
     """Port to listen on; 0 selects a free port."""
     api_key_env: str = REMOTE_RM_KEY

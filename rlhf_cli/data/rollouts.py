@@ -1,7 +1,7 @@
 """Generation records: requests to rollout engines, and responses."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ class SamplingParams:
 
     Applied in vLLM's order: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 disables it), `top_p`. Greedy
     sampling selects the most likely token after the penalty only. `stop` strings end a response as soon as it contains
-    one; `end_ids` are additional end tokens. With `continues`, the batch contains the next turns of the previous
-    batch's episodes, so that engines reuse their prefix cache. With `returns_experts`, engines that record routed
-    experts (`EngineSettings`) return them.
+    one; `end_ids` are additional end tokens, or with `ignores_eos` the only ones. With `continues`, the batch contains
+    the next turns of the previous batch's episodes, so that engines reuse their prefix cache. With `returns_experts`,
+    engines that record routed experts (`EngineSettings`) return them.
     """
 
     max_new_tokens: int
@@ -31,8 +31,13 @@ class SamplingParams:
     greedy: bool = False
     stop: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
+    ignores_eos: bool = False
     continues: bool = False
     returns_experts: bool = False
+
+    def all_end_ids(self, eos: Sequence[int]) -> set[int]:
+        """Return all tokens that end a response, for a model with these EOS tokens."""
+        return {*self.end_ids} if self.ignores_eos else {*eos, *self.end_ids}
 
 
 def sampling_params(sampling: SamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:

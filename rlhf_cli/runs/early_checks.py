@@ -34,7 +34,8 @@ from rlhf_cli.config.evaluation import HARNESSES, EvaluatedModelConfig, TasksCon
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.scratch import ScratchConfigGroup
-from rlhf_cli.config.serve import ServeConfig
+from rlhf_cli.config.serve import AddressConfig
+from rlhf_cli.config.tinker import TINKER_KEY_PREFIX, TinkerModelConfig, TinkerServerConfig
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.config.view import ViewGroup
 from rlhf_cli.errors import UsageError
@@ -43,7 +44,7 @@ from rlhf_cli.models.gguf import find_gguf
 from rlhf_cli.rewards.judge.template import read_template
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
-_COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, EvaluatedModelConfig)
+_COMPUTING = (CheckpointConfig, AnswersOutputConfig, AddressConfig, EvaluatedModelConfig)
 """Settings groups of commands that run models."""
 _ANSWER_SECONDS = 3.0
 """Timeout for connecting to a Ray cluster."""
@@ -94,16 +95,18 @@ def _check_output(group: object) -> None:
             check_folder_can_be_made(Path(output), flag="--output")
         case ScratchConfigGroup() | MergeGroup():
             require_new(Path(group.output))
-        case ServeConfig():
+        case AddressConfig():
             from rlhf_cli.runs.server_address import listening, server_key
 
-            server_key(group)
+            server_key(group, prefix=TINKER_KEY_PREFIX if isinstance(group, TinkerServerConfig) else "")
             # Bind and release the port; the run binds it again after loading the model.
             with listening(group.host, group.port):
                 pass
             missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
             if missing:
                 raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
+        case TinkerModelConfig():
+            check_folder_can_be_made(Path(group.output), flag="--output")
         case TasksConfig(tasks=str()) if find_spec(HARNESSES[group.harness]) is None:
             raise UsageError(f"--tasks {group.tasks}: {group.harness} is not installed: pip install 'rlhf-cli[evals]'")
         case ViewGroup():

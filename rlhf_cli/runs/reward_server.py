@@ -21,7 +21,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.rewards.server.app import REWARD_PATH, StoppableServer, reward_app
 from rlhf_cli.rewards.server.text_model import TextRewardModel
-from rlhf_cli.runs.server_address import listening, server_key
+from rlhf_cli.runs.server_address import address_of, listening, server_key
 
 
 def run_server(config: ServeRMConfig) -> None:
@@ -109,12 +109,7 @@ def _within_limit(scores: list[Score], reward: RewardConfig) -> list[Score] | Ru
 
 
 def _announce(listener: socket.socket, config: ServeConfig, made_key: str | None) -> None:
-    host, port = listener.getsockname()[:2]
-    # Clients cannot connect to a wildcard address.
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    shown = f"[{host}]" if ":" in host else host
-    print(f"Serving rewards: --remote_rm_url http://{shown}:{port}{REWARD_PATH} (Ctrl-C ends it)")
+    print(f"Serving rewards: --remote_rm_url {address_of(listener)}{REWARD_PATH} (Ctrl-C ends it)")
     if made_key is not None:
         print(f"Clients require the server's key: export {config.api_key_env}={made_key}")
     # Clients may wait for this line in a pipe.

@@ -104,7 +104,7 @@ class TransformersBatch:
         self._tower = tower
         self._choice = choice
         self._sampling = sampling
-        self._end_ids = {*eos, *sampling.end_ids}
+        self._end_ids = sampling.all_end_ids(eos)
         self._stop = stop
         self._device = model.device
         self._config = model.config.get_text_config()

@@ -174,7 +174,7 @@ def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Seq
         # Otherwise vLLM creates a dict and an object per token, which slows down the garbage collector.
         flat_logprobs=True,
         # All EOS IDs as stop tokens, with vLLM's EOS check disabled: it knows only the IDs in the model's config.
-        stop_token_ids=sorted({*eos, *sampling.end_ids}),
+        stop_token_ids=sorted(sampling.all_end_ids(eos)),
         ignore_eos=True,
         # For the custom scheduler; vLLM's `stop` is not exact (see `vllm_scheduler`).
         extra_args={STOP: list(sampling.stop)},

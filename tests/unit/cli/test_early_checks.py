@@ -46,6 +46,8 @@ MISTAKES = {
     "scratch --dataset none.jsonl --output new": "no file 'none.jsonl'",
     "data rows.jsonl --for dpo --pretrain model": "no column for the chosen response",
     "serve-rm --reward_funcs exact --host 0.0.0.0": "--host 0.0.0.0 is reachable from other machines",
+    "serve-tinker --pretrain model --host 0.0.0.0": "--host 0.0.0.0 is reachable from other machines",
+    "serve-tinker --pretrain ./none": "pretrain './none': there is no such folder",
     "serve-rm --reward_funcs exact --host 192.0.2.1": "--host 192.0.2.1 is reachable from other machines",
 }
 PROGRAM = """
