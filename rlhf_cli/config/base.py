@@ -137,7 +137,7 @@ class SettingsGroup(BaseModel):
     def check_conditions(self, command: BaseModel | None = None) -> None:
         """Raise ValueError if a setting has no effect in this group, and in its command if one is given."""
         # Only changed settings: defaults must never violate a condition.
-        for name in filter(self.changed, type(self).model_fields):
+        for name in filter(self.changed, self._defaults()):
             need = self.condition_of(name)
             if need is not None and not need.is_met(self, command):
                 raise ValueError(f"{name} needs {need}")
@@ -146,8 +146,14 @@ class SettingsGroup(BaseModel):
 
     def changed(self, *names: str) -> str | None:
         """Return the first of these settings with a non-default value."""
-        fields = type(self).model_fields
-        return next((name for name in names if getattr(self, name) != fields[name].default), None)
+        defaults, values = self._defaults(), vars(self)
+        return next((name for name in names if values[name] != defaults[name]), None)
+
+    @classmethod
+    @cache
+    def _defaults(cls) -> dict[str, Any]:
+        """Return the default of each setting. A plan compares them thousands of times, and Pydantic's are slow."""
+        return {name: field.default for name, field in cls.model_fields.items()}
 
 
 class CommandConfig(BaseModel):
@@ -207,9 +213,14 @@ class CommandConfig(BaseModel):
     def setting(self, name: str) -> Any:
         """Return a setting of any group; None if it is not set, or the command has none."""
         # A setting of an unsupported group has its default, None, and hides none of the same name.
-        # A plan reads thousands of settings, and Pydantic's getattr is slow for missing ones.
-        values = (vars(group).get(name) for group in vars(self).values())
+        values = (vars(getattr(self, group))[name] for group in self._groups_with(name))
         return next((value for value in values if value is not None), None)
+
+    @classmethod
+    @cache
+    def _groups_with(cls, name: str) -> tuple[str, ...]:
+        """Return the groups with a setting of this name. A plan reads hundreds of thousands of settings."""
+        return tuple(group for group in cls.model_fields if name in cls.group_class(group).model_fields)
 
     def changed(self, *names: str) -> str | None:
         """Return the first of these settings with a non-default value, in any group."""

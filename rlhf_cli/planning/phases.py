@@ -130,12 +130,11 @@ def _roles_on(work: Workload, users: Sequence[str]) -> list[str]:
 
 def gpu_memory(work: Workload, batching: Batching) -> list[GpuMemory]:
     """Return the memory of all GPUs, equal ones together."""
-    found: dict[tuple[str, ...], int] = {}
-    for number, island in enumerate(work.layout.islands):
-        for gpu in range(island.num_gpus):
-            roles = tuple(_roles_on(work, work.layout.users(number, gpu)))
-            found[roles] = found.get(roles, 0) + 1
-    return [GpuMemory(roles, count, _phases(work, batching, roles)) for roles, count in found.items() if roles]
+    found: list[GpuMemory] = []
+    for users, count in work.layout.kinds_of_gpus.items():
+        roles = tuple(_roles_on(work, users))
+        found.append(GpuMemory(roles, count, _phases(work, batching, roles)))
+    return found
 
 
 def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[str, Parts]:

@@ -59,6 +59,11 @@ class Layout:
         return self._users.get((island, gpu), [])
 
     @cached_property
+    def kinds_of_gpus(self) -> Counter[tuple[str, ...]]:
+        """Number of GPUs by the roles on them; unused GPUs are not counted."""
+        return Counter(tuple(roles) for roles in self._users.values())
+
+    @cached_property
     def _seats_by_role(self) -> dict[str, list[Seat]]:
         seats: dict[str, list[Seat]] = defaultdict(list)
         for seat in self.seats:
