@@ -40,7 +40,7 @@ from rlhf_cli.backends.roles.groups import ActorRole, FrozenPolicyRole, WorkerGr
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import RankWork, store, store_arrays
 from rlhf_cli.backends.roles.start import COLLECT_SECONDS
-from rlhf_cli.backends.rollout.engine import Arrivals
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import decoded
 from rlhf_cli.backends.weight_sync.transfer import PushReport
@@ -299,9 +299,7 @@ def _roles(size: Size, others: Any, puts: _Puts, max_tokens: int) -> Callable[..
     engines = EngineGroup(
         lambda number: (_Worker(others, number), ready),
         num_engines=size.gpus,
-        takes_turns=True,
-        sync_backend="ipc",
-        ranks_per_engine=1,
+        settings=EngineSettings(max_model_len=config.prompts.max_len, enable_sleep=True, sync_backend="ipc"),
     )
     engines.connect(actor)
     return partial(

@@ -57,7 +57,7 @@ class EvalConfig(InferenceConfig):
             names = ", ".join(REWARDS)
             raise ValueError(
                 f"no reward: set --reward_funcs ({names}), --reward_func FILE.py, "
-                "--reward_pretrain MODEL, --remote_rm_url URL or --judge URL"
+                "--reward_pretrain MODEL, --remote_rm_url URL or --judge MODEL_OR_URL"
             )
         self.reward.require_model_to_normalize()
         return self

@@ -163,7 +163,9 @@ class OnlineConfig(CommandConfig):
 
     def layout_settings(self, roles: Iterable[str]) -> LayoutSettings:
         """Return the settings that determine the layout of these roles."""
-        possible, engine, placement = self.roles.values(), self.engine, self.placement
+        possible, engine, placement, reward = self.roles.values(), self.engine, self.placement, self.reward
+        # Dynamic sampling needs scores while engines generate, so the judge cannot wait for their GPUs.
+        judges = reward.judge_num_engines or (1 if self.dynamic_sampling else None)
         sizes = [f"{role}_{name}" for role in self.roles for name in ("num_nodes", "num_gpus_per_node")]
         return LayoutSettings(
             shapes={role: self.shape(role) for role in roles},
@@ -171,6 +173,7 @@ class OnlineConfig(CommandConfig):
             together=placement.colocate_all_models,
             num_engines=engine.vllm_num_engines,
             engine_size=engine.vllm_tensor_parallel_size,
+            judge=(judges, reward.judge_tensor_parallel_size) if reward.starts_judge else None,
             models_sleep=placement.deepspeed_enable_sleep,
             engines_sleep=engine.vllm_enable_sleep,
             is_open=engine.vllm_num_engines is None and all(self.setting(name) is None for name in sizes),
@@ -232,7 +235,7 @@ class OnlineConfig(CommandConfig):
         if not self.has_teacher and not self.reward.is_given:
             raise ValueError(
                 f"no reward: set --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
-                "--reward_pretrain MODEL, --remote_rm_url URL, --judge URL or --teacher_pretrain MODEL"
+                "--reward_pretrain MODEL, --remote_rm_url URL, --judge MODEL_OR_URL or --teacher_pretrain MODEL"
             )
         return self
 

@@ -34,6 +34,8 @@ class LayoutSettings:
     - `pairs`: pairs of roles that share GPUs, including roles that are not in the run.
     - `together`: whether all roles and engines share GPUs.
     - `engine_size`: GPUs per engine, 1 if None.
+    - `judge`: number of judge engines, and GPUs per engine. If the number is None, they take turns with rollout engines
+      that share GPUs and sleep; otherwise it is 1. None without a judge model.
     - `models_sleep`, `engines_sleep`: whether idle models and engines leave their GPUs.
     - `is_open`: whether no number of nodes, GPUs or engines is set.
 
@@ -47,6 +49,7 @@ class LayoutSettings:
     together: bool | None = None
     num_engines: int | None = None
     engine_size: int | None = None
+    judge: tuple[int | None, int] | None = None
     models_sleep: bool | None = None
     engines_sleep: bool | None = None
     is_open: bool = False
@@ -56,3 +59,10 @@ class LayoutSettings:
         """Whether no placement setting is given, except GPUs per engine."""
         given = (self.together, self.models_sleep, self.engines_sleep)
         return self.is_open and not self.pairs and all(value is None for value in given)
+
+    @property
+    def own_judge(self) -> tuple[int, int] | None:
+        """Number of judge engines and GPUs per engine, if they use separate GPUs; None if they take turns."""
+        if self.judge is None or (self.together and self.engines_sleep and self.judge[0] is None):
+            return None
+        return self.judge[0] or 1, self.judge[1]

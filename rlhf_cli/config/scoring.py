@@ -5,13 +5,15 @@ The table of built-in rewards is in rewards.py.
 
 import json
 import math
+import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rlhf_cli.config.base import Excludes, JsonObject, Needs, Range, SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT, REWARD_PLUGIN, RewardCall, read_calls
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
@@ -22,6 +24,15 @@ JUDGE_KEY = "RLHF_JUDGE_API_KEY"
 
 _FIXED_BY_JUDGE = ("messages", "model", "n", "stream")
 """Keys of a request to a judge that judge_args must not change."""
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+_OF_MODEL = (*_OF_SAMPLING, "max_tokens", "chat_template_kwargs", "response_format")
+"""Keys of judge_args for a judge model that the command starts."""
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
+_STARTED = Needs("judge", ("MODEL",), when="starts_judge")
+_ENDPOINTS = Needs("judge", ("http://HOST/v1",), when="asks_endpoints")
+
+JUDGE_MAX_LEN = 8192
+"""Default for judge_max_len, if the model has as many positions."""
 
 CODE_SHARE = 0.7
 """Fraction of reward_timeout available for a response's tests, so that the worker can still report results."""
@@ -94,10 +105,19 @@ class RewardConfig(SettingsGroup):
     remote_rm_api_key_env: Annotated[str, Needs("remote_rm_url")] = REMOTE_RM_KEY
     """Environment variable with the reward servers' API key. The key itself is never written."""
     judge: list[str] = []
-    """Judges, added to other rewards and used in turn: OpenAI-compatible chat endpoints such as http://HOST:PORT/v1.
-    Scores are scaled to 0 to 1. An answer without a valid verdict is a failed reward.
+    """Judge, added to other rewards: a chat model, which the command starts in separate engines (a folder or a Hugging
+    Face name), or OpenAI-compatible chat endpoints such as http://HOST:PORT/v1, used in turn. Scores are scaled to 0 to
+    1. An answer without a valid verdict is a failed reward.
     """
-    judge_model: Annotated[str | None, Needs("judge")] = None
+    judge_max_len: Annotated[int | None, _STARTED] = Field(None, gt=0)
+    """Maximum length of question plus answer in tokens. Default: 8192, or the model's positions if fewer."""
+    judge_num_engines: Annotated[int | None, _STARTED] = Field(None, gt=0)
+    """Number of judge engines, on separate GPUs. Default: the judge uses the rollout engines' GPUs while they sleep, if
+    models and engines take turns; otherwise 1.
+    """
+    judge_tensor_parallel_size: Annotated[int, _STARTED] = Field(1, gt=0)
+    """Tensor parallel size of judge engines."""
+    judge_model: Annotated[str | None, _ENDPOINTS] = None
     """Model name in requests to judges. Default: the only model that the endpoint lists."""
     judge_weight: Annotated[float, Needs("judge")] = 1.0
     """Weight of the judges' score."""
@@ -116,19 +136,20 @@ class RewardConfig(SettingsGroup):
     """Lowest and highest score that a pointwise judge may give. Any other score is a failed reward."""
     judge_args: Annotated[JsonObject, Needs("judge")] = "{}"
     """Fields added to requests to judges, as a JSON object or YAML mapping, such as {"max_tokens": 2048}. null removes
-    the default "temperature": 0. Stored in config.yaml: put no secrets here.
+    a default: "temperature": 0 and, for a judge model, the "response_format" that permits only valid verdicts. Stored
+    in config.yaml: put no secrets here.
     """
-    judge_timeout: Annotated[float, Needs("judge")] = Field(120.0, gt=0)
+    judge_timeout: Annotated[float, _ENDPOINTS] = Field(120.0, gt=0)
     """Timeout per request to a judge in seconds. A judge that misses it is reported and skipped until it passes a
     health check; the request goes to another judge.
     """
-    judge_concurrency: Annotated[int, Needs("judge")] = Field(16, gt=0)
+    judge_concurrency: Annotated[int, _ENDPOINTS] = Field(16, gt=0)
     """Maximum concurrent requests per judge."""
     judge_cache: Annotated[str | None, Needs("judge")] = None
     """File with verdicts by content, which runs may share: an equal question to a model of the same name is not asked
     again. On a local disk; created if missing.
     """
-    judge_api_key_env: Annotated[str, Needs("judge")] = JUDGE_KEY
+    judge_api_key_env: Annotated[str, _ENDPOINTS] = JUDGE_KEY
     """Environment variable with the judges' API key. The key itself is never written."""
     prm_pretrain: Annotated[str | None, Excludes("reward_pretrain")] = None
     """Process reward model, which scores steps of responses: a folder or a run of `rlhf prm`. It must use the same
@@ -168,6 +189,29 @@ class RewardConfig(SettingsGroup):
     def may_run_code(self) -> bool:
         """Whether the code reward, or a verifier selected by a row, may run programs from responses."""
         return self.is_by_row or any(call.row.runs_code for call in self.rewards)
+
+    @property
+    def starts_judge(self) -> bool:
+        """Whether the judge is a model that the command starts."""
+        return bool(self.judge) and "://" not in self.judge[0]
+
+    @property
+    def asks_endpoints(self) -> bool:
+        """Whether judges are endpoints."""
+        return bool(self.judge) and not self.starts_judge
+
+    @property
+    def judge_arguments(self) -> dict[str, object]:
+        """Fields added to requests to judges."""
+        return dict(json.loads(self.judge_args))
+
+    @property
+    def judge_sampling(self) -> SamplingConfig:
+        """Sampling settings for a judge model, without the token limit."""
+        given = {"temperature": 0, **self.judge_arguments}
+        return SamplingConfig.model_validate(
+            {name: given[name] for name in _OF_SAMPLING if given.get(name) is not None}
+        )
 
     @property
     def compares_responses(self) -> bool:
@@ -240,12 +284,15 @@ class RewardConfig(SettingsGroup):
     @field_validator("judge")
     @classmethod
     def _check_judges(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            if "://" not in url:
-                raise ValueError(
-                    f"{url!r} is no URL, and judge models are not started by this command: serve the model with an "
-                    "OpenAI-compatible server such as `vllm serve`, and set its URL, such as http://127.0.0.1:8000/v1"
-                )
+        models = [url for url in urls if "://" not in url]
+        if models and len(urls) > 1:
+            raise ValueError(
+                f"{models[0]!r} is a model, which is the only judge of a command: drop {len(urls) - 1} of the "
+                f"{len(urls)} judges, or serve the models and set their URLs"
+            )
+        if models and _HOST_AND_PORT.match(models[0]):
+            raise ValueError(f"{models[0]!r} is no URL: set http://{models[0]}")
+        for url in [] if models else urls:
             if problem := _url_problem(url):
                 raise ValueError(f"{url!r} {problem}; use a URL such as http://10.0.0.5:8000/v1")
         bases = [url.rstrip("/").removesuffix("/chat/completions") for url in urls]
@@ -268,6 +315,28 @@ class RewardConfig(SettingsGroup):
                 f"{fixed!r} is set by the program: drop it" + (" and set judge_model" * (fixed == "model"))
             )
         return text
+
+    @model_validator(mode="after")
+    def _check_judge_model(self) -> Self:
+        if not self.starts_judge:
+            return self
+        given = self.judge_arguments
+        if unknown := next((name for name in given if name not in _OF_MODEL), None):
+            raise ValueError(f"judge_args: {unknown!r} is unknown for a judge model: use {', '.join(_OF_MODEL)}")
+        if given.get("response_format") is not None:
+            raise ValueError("judge_args: 'response_format' of a judge model is set by the program; null removes it")
+        limit, kwargs = given.get("max_tokens", 1), given.get("chat_template_kwargs", {})
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"judge_args: 'max_tokens' is {json.dumps(limit)}, not a number of tokens")
+        if not isinstance(kwargs, dict):
+            raise ValueError("judge_args: 'chat_template_kwargs' is not an object")
+        try:
+            _ = self.judge_sampling
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = "".join(f"{name!r}: " for name in first["loc"][:1])
+            raise ValueError(f"judge_args: {where}{first['msg'].removeprefix('Value error, ')}") from error
+        return self
 
     @model_validator(mode="after")
     def _check_judge_method(self) -> Self:

@@ -68,6 +68,7 @@ class GenerationRequest:
     - `row`: the prompt's row as JSON, for environments. Engines ignore it.
     - `episode`: number of the turn's episode. All its turns go to the same engine.
     - `environment_seed`: shared by the environments of all samples of a prompt.
+    - `json_schema`: the response is JSON text that this schema permits. Requires engines with `structured_outputs`.
 
     Example: `GenerationRequest([17, 10, 18, 28], seed=4711)` asks for a response to a prompt of 4 tokens.
     """
@@ -80,6 +81,7 @@ class GenerationRequest:
     row: str | None = None
     episode: int | None = None
     environment_seed: int = 0
+    json_schema: str | None = None
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:

@@ -45,6 +45,11 @@ class EngineMemory:
         return self.shape.parameters * self.value_bytes / self.size
 
     @property
+    def all_weights(self) -> float:
+        """Bytes of weights on all GPUs, which a sleeping engine without pushes keeps in host memory."""
+        return self.weights * self.size
+
+    @property
     def _rest(self) -> float:
         workspace = 0 if self.activations else _WORKSPACE
         return (CONTEXT if self.has_gpus else 0) + workspace + (0 if self.is_eager else GRAPHS)

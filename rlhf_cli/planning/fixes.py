@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, floor
 
-from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import Shortage, listed
 from rlhf_cli.planning.changes import Planner, Values, best_changes, tried, with_values
@@ -47,6 +47,8 @@ def explained(
     if hardware.is_cpu:
         return shortage.where, None
     where = shortage.where + _beside(plan, shortage)
+    if shortage.role == JUDGE:
+        return where, None
     if shortage.role == ENGINE:
         return where, _engine_fix(shortage, config, plan, planner)
     return where, _fix(shortage, config, plan, planner)
@@ -55,9 +57,10 @@ def explained(
 def _shorter(shortage: Shortage, config: CommandConfig) -> str | None:
     """Return the length of sequences for which vLLM's KV cache on a CPU has room, if it was too small for one."""
     needed, fitting = re.search(_CACHE, shortage.detail), re.search(_LENGTH, shortage.detail)
-    if needed is None or fitting is None or with_values(config, {"max_len": int(fitting[1])}) is None:
+    name = "judge_max_len" if shortage.role == JUDGE else "max_len"
+    if needed is None or fitting is None or with_values(config, {name: int(fitting[1])}) is None:
         return None
-    return f"set --max_len {fitting[1]} (a sequence needs {needed[1]} GiB of KV cache, which has {needed[2]} GiB)"
+    return f"set --{name} {fitting[1]} (a sequence needs {needed[1]} GiB of KV cache, which has {needed[2]} GiB)"
 
 
 def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner) -> str | None:

@@ -1,12 +1,12 @@
 """Workload of the commands without training: `generate`, `eval`, `chat` and `serve-rm`."""
 
+from rlhf_cli.backends.cluster.default_layout import inference_layout
 from rlhf_cli.backends.cluster.placement import ENGINE, Island, Layout, Seat, plan_layout
 from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ParamDtype
-from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.serve import TEXTS_TOGETHER
 from rlhf_cli.errors import UsageError
@@ -15,7 +15,7 @@ from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.images import row_images
 from rlhf_cli.planning.memory import WEIGHT_BYTES, RoleMemory
 from rlhf_cli.planning.shapes import ModelShape
-from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Tokens, Workload, engine_of, mean_lengths
+from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Tokens, Workload, engine_of, judge_of, mean_lengths
 
 
 def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes) -> Workload:
@@ -26,13 +26,10 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
     """
     if isinstance(config, EvalConfig) and config.benchmark.tasks is not None:
         raise UsageError("rlhf plan cannot forecast --tasks: the package decides how many requests it sends")
-    size, reward = config.engine.vllm_tensor_parallel_size or 1, config.reward.reward_pretrain
-    ranks = (config.reward_ranks.reward_num_gpus_per_node or 1) if reward else 0
-    together = bool(config.placement.colocate_all_models) if reward else False
-    num_engines = config.engine.vllm_num_engines or max(1, (hardware.total_gpus - ranks) // size)
-    layout = LayoutSettings(
-        shapes={"reward": (1, ranks)} if reward else {}, together=together, num_engines=num_engines, engine_size=size
-    )
+    reward = config.reward.reward_pretrain
+    node_gpus = [] if hardware.is_cpu else hardware.node_gpus
+    settings = inference_layout(config, node_gpus, has_reward_model=reward is not None)
+    layout, together = plan_layout(settings, node_gpus=node_gpus or [CPU_PLACES]), bool(settings.together)
     names = getattr(config.model, "names", [config.model.pretrain])
     shape = max((shapes(name) for name in names), key=lambda one: one.parameters)
     sampling = config.sampling
@@ -42,12 +39,14 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
     roles: dict[str, RoleMemory] = {}
     if reward:
         shape_of_reward = images.added_to(shapes(reward).with_score_head(), prompt + response)
-        roles["reward"] = _loaded(shape_of_reward, config.model.param_dtype, hardware, num_ranks=ranks)
+        roles["reward"] = _loaded(
+            shape_of_reward, config.model.param_dtype, hardware, num_ranks=len(layout.of("reward"))
+        )
     return Workload(
         config=config,
         hardware=hardware,
         roles=roles,
-        layout=plan_layout(layout, node_gpus=[CPU_PLACES] if hardware.is_cpu else hardware.node_gpus),
+        layout=layout,
         tokens=Tokens(
             forward=dict.fromkeys(roles, requests * (prompt + response)),
             length=prompt + response,
@@ -59,6 +58,8 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
         longest=config.prompts.max_len,
         images=images,
         engine=engine_of(config, shape, hardware, shared=together),
+        judge=judge_of(config, shapes, hardware, shared=settings.own_judge is None),
+        engines_sleep=settings.judge is not None and settings.own_judge is None,
         steps=None if plan.num_rows is None else -(-plan.num_rows // sampling.rollout_batch_size),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, candidate_layouts, fill_layout, memory_share
-from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE, Layout, plan_layout
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.plan import PlanConfig
@@ -62,13 +62,14 @@ class _Candidate:
     def title(self) -> str:
         """Describe the layout, as in "31.0 s if ..."."""
         engine_gpus = sum(len(seat.gpus) for seat in self.work.layout.of(ENGINE))
+        of_judge = sum(len(seat.gpus) for seat in self.work.layout.of(JUDGE) if not seat.shared)
         size = self.settings.engine_size or 1
         engines = f", {size} for each engine" if size > 1 else ""
         if self.is_apart:
-            models = self.work.layout.num_gpus - engine_gpus
+            models = self.work.layout.num_gpus - engine_gpus - of_judge
             verb = "is" if models == 1 else "are"
             return f"{in_gpus(models)} {verb} for models and {engine_gpus} for engines{engines}"
-        everywhere = f"on {in_gpus(self.work.layout.num_gpus)}{engines}"
+        everywhere = f"on {in_gpus(self.work.layout.num_gpus - of_judge)}{engines}"
         if self.settings.models_sleep:
             return f"models and engines take turns {everywhere}"
         return f"models and engines stay {everywhere} without sleep"
@@ -136,7 +137,8 @@ def _candidates(
     for one in found:
         if one.together is refused:
             continue
-        layout = _layout(tuple(one.shapes.items()), one.pairs, one.together, one.num_engines, one.engine_size, gpus)
+        engines = one.together, one.engines_sleep, one.num_engines, one.engine_size
+        layout = _layout(tuple(one.shapes.items()), one.pairs, engines, one.judge, gpus)
         if layout is not None:
             yield _planned(one, on_layout(work, one, layout))
 
@@ -146,14 +148,23 @@ def _candidates(
 def _layout(
     shapes: tuple[tuple[str, tuple[int, int]], ...],
     pairs: tuple[tuple[str, str], ...],
-    together: bool | None,
-    num_engines: int | None,
-    engine_size: int | None,
+    engines: tuple[bool | None, bool | None, int | None, int | None],
+    judge: tuple[int | None, int] | None,
     node_gpus: tuple[int, ...],
 ) -> Layout | None:
-    """Assign roles and engines to GPUs. Returns None if they do not fit into the nodes."""
+    """Assign roles and engines to GPUs. Returns None if they do not fit into the nodes.
+
+    `engines`: `together`, `engines_sleep`, `num_engines` and `engine_size`.
+    """
+    together, sleep, count, size = engines
     settings = LayoutSettings(
-        shapes=dict(shapes), pairs=pairs, together=together, num_engines=num_engines, engine_size=engine_size
+        shapes=dict(shapes),
+        pairs=pairs,
+        together=together,
+        num_engines=count,
+        engine_size=size,
+        judge=judge,
+        engines_sleep=sleep,
     )
     try:
         return plan_layout(settings, node_gpus=list(node_gpus))

@@ -23,6 +23,7 @@ from rlhf_cli.planning.workload import (
     check_states,
     engine_of,
     frozen_role,
+    judge_of,
     mean_lengths,
     trained_role,
     trains_vision,
@@ -99,6 +100,7 @@ def online_work(
         longest=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
         hosts=hosts,
         engine=engine_of(config, shapes(config.model.pretrain), hardware, shared=together),
+        judge=judge_of(config, shapes, hardware, shared=config.layout_settings(()).own_judge is None),
         models_sleep=bool(config.placement.deepspeed_enable_sleep),
         engines_sleep=bool(config.engine.vllm_enable_sleep),
         samples_ahead=config.asynchronous.staleness > 0,
@@ -112,12 +114,17 @@ def on_layout(work: Workload, settings: LayoutSettings, layout: Layout) -> Workl
     assert isinstance(work.config, OnlineConfig)
     assert work.engine is not None
     roles = {name: replace(role, num_ranks=len(layout.of(work.host(name)))) for name, role in work.roles.items()}
-    share = memory_share(work.config.engine.vllm_gpu_memory_utilization, shared=bool(settings.together))
+    given = work.config.engine.vllm_gpu_memory_utilization
+    share = memory_share(given, shared=bool(settings.together))
+    judge = work.judge
+    if judge is not None:
+        judge = replace(judge, share=memory_share(given, shared=settings.own_judge is None))
     return replace(
         work,
         roles=roles,
         layout=layout,
         engine=replace(work.engine, share=share, size=settings.engine_size or 1),
+        judge=judge,
         models_sleep=bool(settings.models_sleep),
         engines_sleep=bool(settings.engines_sleep),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE
 from rlhf_cli.config.train import DEFAULT_TOKENS
 from rlhf_cli.planning.memory import GIB, TOKEN_STEP, USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
 from rlhf_cli.planning.workload import Workload
@@ -139,30 +139,34 @@ def gpu_memory(work: Workload, batching: Batching) -> list[GpuMemory]:
 
 def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[str, Parts]:
     """Return the peak of each phase on a GPU with these roles."""
-    models, engine = [name for name in users if name != ENGINE], ENGINE in users
+    models, engine = [name for name in users if name not in (ENGINE, JUDGE)], ENGINE in users
     tokens = _tokens_of_pack(work, batching)
     phases: dict[str, list[Parts]] = {}
     if engine and work.engine is not None:
-        phases["generate"] = [added(work.engine.generating(), *(_idle(work, batching, name) for name in models))]
+        others = [name for name in users if name != ENGINE]
+        phases["generate"] = [added(work.engine.generating(), *(_idle(work, batching, name) for name in others))]
+    if JUDGE in users and work.judge is not None:
+        others = [name for name in users if name != JUDGE]
+        phases["judge"] = [added(work.judge.generating(), *(_idle(work, batching, name) for name in others))]
     for name in models:
-        others = [_beside(work, batching, name, other) for other in users if other != name]
+        beside = [_beside(work, batching, name, other) for other in users if other != name]
         role = work.roles[name]
         if name in work.tokens.forward:
-            phases.setdefault("forward", []).append(added(role.forward(tokens), *others))
+            phases.setdefault("forward", []).append(added(role.forward(tokens), *beside))
         if role.num_trained:
             active = role.training(tokens, recomputes=batching.recomputes)
-            phases.setdefault("train", []).append(added(active, *others))
+            phases.setdefault("train", []).append(added(active, *beside))
         if name == "actor" and engine and work.engine is not None:
             woken = work.engine.receiving() if work.engines_sleep else work.engine.generating()
             woken = added(_pushing(work, role), woken)
-            rest = [_idle(work, batching, other) for other in models if other != name]
+            rest = [_idle(work, batching, other) for other in users if other not in (name, ENGINE)]
             phases["transfer"] = [added(woken, *rest)]
     return {phase: max(several, key=total) for phase, several in phases.items()}
 
 
 def _beside(work: Workload, batching: Batching, name: str, other: str) -> Parts:
     """Return the memory of a role or engine while the role `name` computes."""
-    if other == ENGINE or work.host(other) != work.host(name):
+    if other in (ENGINE, JUDGE) or work.host(other) != work.host(name):
         return _idle(work, batching, other)
     # Models of the same ranks stay on the GPU together.
     return {**work.roles[other].resident(), "processes": 0}
@@ -173,6 +177,9 @@ def _idle(work: Workload, batching: Batching, name: str) -> Parts:
     if name == ENGINE:
         assert work.engine is not None
         return work.engine.asleep() if work.engines_sleep else work.engine.generating()
+    if name == JUDGE:
+        assert work.judge is not None
+        return work.judge.asleep() if work.judge_sleeps else work.judge.generating()
     role = work.roles[name]
     parts = role.asleep() if work.models_sleep else _kept(work, batching, role)
     # A hosted model has no process.
@@ -196,15 +203,16 @@ def _pushing(work: Workload, role: RoleMemory) -> Parts:
 def host_memory(work: Workload, gpus: Sequence[GpuMemory], batching: Batching) -> dict[str, float]:
     """Return the bytes of host memory on the fullest node, by purpose. On a CPU, all models are in host memory."""
     if work.hardware.is_cpu:
-        roles = [seat.role for seat in work.layout.seats if seat.role != ENGINE]
+        roles = [seat.role for seat in work.layout.seats if seat.role not in (ENGINE, JUDGE)]
         # A hosted model has no process.
         ranks = sum(work.host(role) == role for role in roles)
         engines = len(work.layout.of(ENGINE))
         of_engine = _CPU_VLLM if work.engine is not None and work.engine.is_vllm else _CPU_ENGINE
         own = ranks * _CPU_RAY_RANK + engines * of_engine + _CPU_RAY if engines else ranks * _CPU_RANK
+        own += len(work.layout.of(JUDGE)) * _CPU_VLLM
         processes = _CPU_SERVER if work.serves else _CPU_LIBRARIES + own
         return {"processes": processes, "models": sum(gpu.count * gpu.peak for gpu in gpus)}
-    by_role = {name: work.layout.ranks_by_node(work.host(name)) for name in [*work.roles, ENGINE]}
+    by_role = {name: work.layout.ranks_by_node(work.host(name)) for name in [*work.roles, ENGINE, JUDGE]}
     # Nodes with equal ranks have equal needs.
     kinds = dict.fromkeys(tuple(nodes[one.node] for nodes in by_role.values()) for one in work.layout.islands)
     return max((_on_node(work, batching, dict(zip(by_role, kind, strict=True))) for kind in kinds), key=total)
@@ -224,8 +232,11 @@ def _on_node(work: Workload, batching: Batching, ranks: Mapping[str, int]) -> di
             inputs += fraction * role.offloaded_inputs(tokens)
         processes += ranks[name] if work.host(name) == name else 0
     processes += ranks[ENGINE] * (1 if work.engine is None else work.engine.size)
+    judge = work.judge
+    processes += 0 if judge is None else ranks[JUDGE] * judge.size
     found = {
         "processes": processes * _HOST_PROCESS,
+        "sleeping judge": 0.0 if judge is None or not work.judge_sleeps else ranks[JUDGE] * judge.all_weights,
         "sleeping roles (pinned)": sleeping,
         "offloaded states": offloaded,
         "weight average": average,
@@ -240,6 +251,9 @@ def sleeping_by_node(work: Workload) -> dict[int, float]:
     for name, role in work.roles.items():
         for node, ranks in work.layout.ranks_by_node(work.host(name)).items():
             found[node] += ranks / role.num_ranks * role.sleeping_bytes
+    if work.judge is not None and work.judge_sleeps:
+        for node, engines in work.layout.ranks_by_node(JUDGE).items():
+            found[node] += engines * work.judge.all_weights
     return found
 
 
@@ -259,6 +273,9 @@ def shortage(work: Workload, gpus: Sequence[GpuMemory], host: Mapping[str, float
     engine, limit = work.engine, USABLE * work.hardware.memory
     if engine is not None and not engine.fits:
         return f"an engine on {in_gpus(engine.size)} has no room for a sequence of {engine.max_len:,} tokens"
+    judge = work.judge
+    if judge is not None and not judge.fits:
+        return f"a judge on {in_gpus(judge.size)} has no room for a question and answer of {judge.max_len:,} tokens"
     fullest = max(gpus, key=lambda gpu: gpu.peak)
     if fullest.peak > limit:
         return f"{' + '.join(fullest.roles)} need {fullest.peak / GIB:.1f} of {limit / GIB:.1f} GiB"

@@ -65,9 +65,9 @@ class Plan:
         host_limit = self.limits.get(HOST, None if host_memory is None else USABLE * host_memory)
         if host_limit is not None:
             found += max(0.0, self.peak_in(HOST) / host_limit - 1)
-        engine = self.work.engine
-        if engine is not None and not engine.fits:
-            found += 1 - engine.cache / (engine.max_len * engine.token_bytes)
+        for engine in (self.work.engine, self.work.judge):
+            if engine is not None and not engine.fits:
+                found += 1 - engine.cache / (engine.max_len * engine.token_bytes)
         return found
 
     def _excesses(self, gpu: GpuMemory) -> list[float]:
@@ -113,7 +113,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as JSON values: memory in GiB, times in seconds. What a command does not have is left out."""
-        engine = self.work.engine
+        engine, judge = self.work.engine, self.work.judge
+        of_judge = {} if judge is None else {"judge": judge.shape.parameters}
         of_training: dict[str, object] = {
             "gradient_checkpointing": self.batching.recomputes,
             "train_max_tokens_per_gpu": self.batching.max_tokens,
@@ -126,7 +127,7 @@ class Plan:
         return {
             "fits": self.fits,
             "hardware": self.work.hardware.title,
-            "parameters": {name: role.shape.parameters for name, role in self.work.roles.items()},
+            "parameters": {name: role.shape.parameters for name, role in self.work.roles.items()} | of_judge,
             "placement": placement(self.work),
             **(of_training if self.work.trained else {}),
             **({} if self.work.serves else of_run),
@@ -149,6 +150,7 @@ class Plan:
                 "cache_tokens": engine.cache_tokens,
                 "sequences_at_once": engine.running(self.work.tokens.prompt + self.work.tokens.response),
             },
+            **({} if judge is None else {"judge": {"cache_tokens": judge.cache_tokens}}),
             "host_memory_gib": _in_gib(self.host),
             "calibrated_by": self.num_calibrating,
             "seconds": {name: round(time.seconds, 3) for name, time in self.times.items()},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhf_cli.backends.cluster.default_layout import memory_share
-from rlhf_cli.backends.cluster.placement import Layout
+from rlhf_cli.backends.cluster.placement import JUDGE, Layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.commands.inference import InferenceConfig
@@ -13,6 +13,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.config.scoring import JUDGE_MAX_LEN
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import adapter_folder
@@ -56,6 +57,7 @@ class Workload:
     """A command on hardware, with all sizes filled in.
 
     - `roles`: models by role; `trained` are those with an optimizer. `hosts`: the role whose ranks hold a model.
+    - `engine`, `judge`: rollout and judge engines.
     - `longest`: tokens of the longest sequence in a rank's part.
     - `models_sleep`, `engines_sleep`: whether they leave their GPUs when idle.
     - `samples_ahead`: engines sample for later iterations while the models train.
@@ -71,6 +73,7 @@ class Workload:
     longest: int
     hosts: Mapping[str, str] = field(default_factory=dict)
     engine: EngineMemory | None = None
+    judge: EngineMemory | None = None
     models_sleep: bool = False
     engines_sleep: bool = False
     samples_ahead: bool = False
@@ -87,6 +90,11 @@ class Workload:
     def serves(self) -> bool:
         """Whether the command's own process has the models and answers until it is stopped, so a run has no steps."""
         return isinstance(self.config, ChatConfig | ServeRMConfig)
+
+    @property
+    def judge_sleeps(self) -> bool:
+        """Whether judge and rollout engines take turns."""
+        return not self.hardware.is_cpu and any(seat.shared for seat in self.layout.of(JUDGE))
 
     def host(self, role: str) -> str:
         """Return the role whose ranks hold this model."""
@@ -194,6 +202,23 @@ def engine_of(
         is_eager=bool(engine.enforce_eager),
         is_vllm=engine.rollout_backend in ("auto", "vllm"),
         has_gpus=not hardware.is_cpu,
+    )
+
+
+def judge_of(
+    config: OnlineConfig | InferenceConfig, shapes: Shapes, hardware: Hardware, *, shared: bool
+) -> EngineMemory | None:
+    """Return the memory settings of a judge engine, if the command starts one."""
+    reward = config.reward
+    if not reward.starts_judge:
+        return None
+    policy, shape = engine_of(config, shapes(reward.judge[0]), hardware, shared=shared), shapes(reward.judge[0])
+    return replace(
+        policy,
+        size=reward.judge_tensor_parallel_size,
+        max_len=reward.judge_max_len or min(JUDGE_MAX_LEN, shape.positions or JUDGE_MAX_LEN),
+        num_sequences=None,
+        is_vllm=True,
     )
 
 

@@ -20,6 +20,8 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.file_feed import Decode, batch_of
 from rlhf_cli.rewards.judge.cache import CompletionCache
+from rlhf_cli.rewards.judge.engines import JudgeEngines
+from rlhf_cli.rewards.judge.feed import JudgeFeed
 from rlhf_cli.rewards.judge.judge import JUDGE_PART, Judge
 from rlhf_cli.rewards.judge.wire import judge_wire, models_of_judges
 from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
@@ -70,6 +72,7 @@ def weights_of_parts(config: RewardConfig) -> dict[str, float]:
 class Scorer:
     """Computes all rewards in a run; a context manager that owns the worker processes and leaves none behind.
 
+    - `judges`: engines of a judge model, which are closed with the scorer. Without them, such a judge is not asked.
     - `tell`: called from a background thread with a sentence when a reward server or judge fails or recovers.
     - `decode`: decodes tokens with special tokens kept, for reward files that use `raw_responses`.
     - `needs_environment`: fail episodes without an environment reward, instead of counting 0.
@@ -85,6 +88,7 @@ class Scorer:
         self,
         config: RewardConfig,
         *,
+        judges: JudgeEngines | None = None,
         tell: Callable[[str], None] | None = None,
         decode: Decode | None = None,
         needs_environment: bool = False,
@@ -101,10 +105,12 @@ class Scorer:
             self._servers = None
             if config.remote_rm_url:
                 self._servers = stack.enter_context(_reward_servers(config, tell))
-            self._judges = None
-            if config.judge:
-                judge = Judge(config)
-                self._judges = judge, _judges(stack, config, tell)
+            self._judge = Judge(config) if config.judge else None
+            self._judges: JudgeEngines | RemoteRewards | None = None
+            if judges is not None:
+                self._judges = stack.enter_context(judges)
+            elif config.judge and not config.starts_judge:
+                self._judges = _judges(stack, config, tell)
             self._processes = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -175,26 +181,26 @@ class Scorer:
 
     def check_rubrics(self, rows: Sequence[str | None]) -> None:
         """Raise UsageError if the fraction of rows without a valid rubric exceeds `reward_max_failures`."""
-        if self._judges is None:
+        if self._judge is None:
             return
-        bad = [fault for row in rows if (fault := self._judges[0].fault_of(row))]
+        bad = [fault for row in rows if (fault := self._judge.fault_of(row))]
         if len(bad) > self._config.reward_max_failures * len(rows):
             raise UsageError(
                 f"--judge_method rubric: {len(bad)} of {len(rows)} prompts have no usable rubric; the first: {bad[0]}"
             )
 
     def try_judge(self, requests: Sequence[ScoreRequest]) -> str:
-        """Ask a judge about made-up responses to a prompt. Returns a warning, or "" on success.
+        """Ask a judge about made-up responses to a prompt. Returns a warning, or "" on success or without a judge.
 
         Raises UsageError if the call fails. An invalid verdict, which the made-up text may have caused, is a warning.
         """
-        if self._judges is None:
+        if self._judge is None or self._judges is None:
             return ""
-        judge, servers = self._judges
-        case = judge.case(requests if judge.by_group else requests[:1])
-        score, *_ = case.conclude([future.result() for future in servers.submit(case.questions)])
+        case = self._judge.trial(requests)
+        score, *_ = case.conclude([future.result() for future in self._judges.submit(case.questions)])
         if score.value is None and score.failure != "bad_result":
-            raise UsageError(f"--judge: {score.detail}")
+            images = "; the prompt has images, so use a judge that reads images" if requests[0].pictures else ""
+            raise UsageError(f"--judge: {score.detail}{images}")
         return f"{score.detail}; such a reward counts as failed" if score.value is None else ""
 
     def session(self) -> ScoringSession:
@@ -205,10 +211,16 @@ class Scorer:
             workers=self._workers,
             file=self._file,
             servers=self._servers,
-            judges=self._judges,
+            judges=self._judge_feed if self._judges is not None else None,
             decode=self._decode,
             needs_environment=self._needs_environment,
         )
+
+    def _judge_feed(self) -> JudgeFeed:
+        assert self._judge is not None
+        assert self._judges is not None
+        waits = isinstance(self._judges, JudgeEngines) and self._judges.waits
+        return JudgeFeed(self._judge, self._judges, waits=waits)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score responses and return the scores in order. Failures are retried `reward_retries` times.

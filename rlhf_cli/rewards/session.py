@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -13,7 +13,7 @@ from rlhf_cli.config.row_rewards import verifier_of
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
 from rlhf_cli.rewards.judge.feed import JudgeFeed
-from rlhf_cli.rewards.judge.judge import JUDGE_PART, Judge
+from rlhf_cli.rewards.judge.judge import JUDGE_PART
 from rlhf_cli.rewards.parts import (
     FILE_PART,
     REMOTE_PART,
@@ -68,7 +68,7 @@ class ScoringSession:
         workers: WorkerPool | None,
         file: WorkerPool | None,
         servers: RemoteRewards | None,
-        judges: tuple[Judge, RemoteRewards] | None,
+        judges: Callable[[], JudgeFeed] | None,
         decode: Decode | None = None,
         needs_environment: bool = False,
     ) -> None:
@@ -98,7 +98,7 @@ class ScoringSession:
             if file is not None:
                 self._file = stack.enter_context(FileFeed(file, retries=config.reward_retries, decode=decode))
             self._remote: RemoteFeed | None = stack.enter_context(servers.feed()) if servers is not None else None
-            self._judges = stack.enter_context(JudgeFeed(*judges)) if judges is not None else None
+            self._judges = stack.enter_context(judges()) if judges is not None else None
             self._resources = stack.pop_all()
 
     def __enter__(self) -> Self:

@@ -2,7 +2,9 @@
 
 import os
 
-from rlhf_cli.backends.cluster.placement import ENGINE, Layout
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE, Layout
+
+_COUNTS = {ENGINE: "vllm_num_engines", JUDGE: "judge_num_engines"}
 
 
 def load_notice(load: float | None = None, cores: int | None = None) -> list[str]:
@@ -29,7 +31,7 @@ def crowd_notice(layout: Layout, cores: float) -> list[str]:
     counts = {role: len(layout.of(role)) for role in dict.fromkeys(seat.role for seat in layout.seats)}
     return [
         f"{role}: {count} processes on {cores:g} cores, each with a separate model, take minutes to start; lower "
-        f"--{'vllm_num_engines' if role == ENGINE else f'{role}_num_gpus_per_node'}"
+        f"--{_COUNTS.get(role, f'{role}_num_gpus_per_node')}"
         for role, count in counts.items()
         if count > cores
     ]

@@ -130,6 +130,11 @@ def _check_models(group: Any) -> None:
                     resolve_model_path(place)
             except UsageError as error:
                 raise error if name == "pretrain" else UsageError(f"--{name}: {error}") from error
+    if isinstance(group, RewardConfig) and group.starts_judge:
+        try:
+            resolve_model_path(group.judge[0])
+        except UsageError as error:
+            raise UsageError(f"--judge: {error}") from error
 
 
 def _is_in_checkpoint(path: Path) -> bool:

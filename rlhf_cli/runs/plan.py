@@ -25,6 +25,8 @@ from rlhf_cli.runs.online.estimator import estimator_of
 
 _UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "judge", "environment", "agent_command")
 """Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
+_QUESTION = 300
+"""Tokens of a judge's instructions, delimiters and answer; an assumption."""
 _SHORT_STEP = 2.0
 """Seconds below which fixed costs dominate a step on a CPU (docs/benchmarks.md)."""
 _SHORT_STEPS = (
@@ -75,7 +77,9 @@ def _check_plan(config: CommandConfig, work: Workload) -> None:
     if config.setting("optim") and not work.trained:
         known = dict.fromkeys(linear[0] for role in work.roles.values() for linear in role.shape.linears)
         raise UsageError(f"--target_modules {','.join(targets)} selects none of all-linear, {', '.join(known)}")
-    engine = work.engine
+    engine, judge = work.engine, work.judge
+    if judge is not None and judge.shape.positions is not None and judge.max_len > judge.shape.positions:
+        raise UsageError(f"--judge_max_len {judge.max_len}: the judge has {judge.shape.positions} positions")
     if engine is None or work.serves or not engine.is_vllm or engine.shape.positions is None:
         return
     if engine.max_len > engine.shape.positions:
@@ -141,6 +145,9 @@ def _memory_lines(plan: Plan) -> list[str]:
         lines += [f"  {gpu.count} x {' + '.join(gpu.roles)}", *_phase_table(gpu)]
     if work.engine is not None:
         lines.append(f"  engine: {_cache(work.engine, work.tokens.prompt + work.tokens.response)}")
+    if work.judge is not None:
+        # Questions have the length of prompt and response, and instructions.
+        lines.append(f"  judge: {_cache(work.judge, min(work.judge.max_len, work.tokens.length + _QUESTION))}")
     lines += [f"  {plan.batching.reason}"] if plan.batching.reason else []
     lines += [f"  {warning}"] if (warning := _long_rows(work, plan.batching.max_tokens)) else []
     lines += _sizes("Host memory per node", plan.host)

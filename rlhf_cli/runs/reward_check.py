@@ -9,21 +9,28 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.judge_model import JudgeModel
 
 # Two prompts show whether a reward depends on the prompt.
 _TRIED_PROMPTS = 2
+# A judge that cannot read images is found before the run, unless later prompts are the first with images.
+_PICTURED_PROMPTS = 64
 _MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</think><answer>no</answer>")
 """Sample responses for each trial prompt."""
 
 
-def check_rewards(reward: RewardConfig, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
+def check_rewards(
+    reward: RewardConfig, *sets: Sequence[Prompt], is_episode: bool = False, judge: JudgeModel | None = None
+) -> None:
     """Raise UsageError if the rewards cannot score these prompts, and print notices.
 
-    With `is_episode`, a reward file receives messages, as in training.
+    With `is_episode`, a reward file receives messages, as in training. `judge` is not started yet.
     """
     # A separate scorer: the run starts another one later, when the output is redirected to a log.
     with Scorer(reward) as scorer:
         check_with(scorer, *sets, is_episode=is_episode)
+    if judge is not None:
+        judge.check(_trial_requests(sets[0], is_episode=is_episode)[: len(_MADE_UP)])
 
 
 def check_with(scorer: Scorer, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
@@ -37,14 +44,19 @@ def check_with(scorer: Scorer, *sets: Sequence[Prompt], is_episode: bool = False
 
 
 def _trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> list[ScoreRequest]:
-    """Create requests with sample responses to the first prompts. The prompt's tokens stand in for response tokens."""
+    """Create requests with sample responses to the first prompts, one with images before others.
+
+    The prompt's tokens stand in for response tokens.
+    """
+    first = list(islice(prompts, _PICTURED_PROMPTS))
+    first.sort(key=lambda prompt: not prompt.pictures)
     return [
         replace(
             made_up_request(prompt, response, prompt.prompt_ids, group=str(number), is_episode=is_episode),
             sample=sample,
             group_size=len(_MADE_UP),
         )
-        for number, prompt in enumerate(islice(prompts, _TRIED_PROMPTS))
+        for number, prompt in enumerate(first[:_TRIED_PROMPTS])
         for sample, response in enumerate(_MADE_UP)
     ]
 

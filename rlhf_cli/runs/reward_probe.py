@@ -1,11 +1,15 @@
 """`rlhf data --rewards`: scores right, wrong and empty responses with the configured rewards, before any training."""
 
 import asyncio
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,8 +47,9 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.data_preview import found_model
 from rlhf_cli.runs.data_settings import settings_of
 from rlhf_cli.runs.episodes import find_environment
+from rlhf_cli.runs.judge_model import find_judge, started_judge
 from rlhf_cli.runs.pictures import picture_reader
-from rlhf_cli.runs.reward_check import check_with, made_up_request
+from rlhf_cli.runs.reward_check import check_rewards, check_with, made_up_request
 from rlhf_cli.runs.reward_expectations import Expectation, Missed, read_expectations
 
 _LONG_ROWS = 3
@@ -116,8 +121,15 @@ def probe_rewards(config: DataCommandConfig) -> RewardTest:
     tokenizer = load_tokenizer(config.model)
     data = _load(config, tokenizer)
     expected = [] if config.test.expect is None else read_expectations(config.test.expect, data)
-    with Scorer(config.reward, decode=tokenizer.decode) as scorer:
-        is_episode = config.episodes.plays_episodes
+    judge, is_episode = find_judge(config.reward, config.model), config.episodes.plays_episodes
+    with ExitStack() as stack:
+        asked = None
+        if judge is not None:
+            check_rewards(config.reward, data.prompts, is_episode=is_episode, judge=judge)
+            logs = Path(stack.enter_context(TemporaryDirectory(prefix="rlhf-judge-")))
+            print(f"rlhf data: starting the judge {judge.described}", file=sys.stderr, flush=True)
+            asked = stack.enter_context(started_judge(judge, logs))
+        scorer = stack.enter_context(Scorer(config.reward, judges=asked, decode=tokenizer.decode))
         check_with(scorer, data.prompts, is_episode=is_episode)
         scoring = _Scoring(scorer, tokenizer, is_episode=is_episode)
         reports = [

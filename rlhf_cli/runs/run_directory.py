@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE
 from rlhf_cli.backends.process.output_lock import model_lock, output_lock
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
 from rlhf_cli.command_table import COMMANDS
@@ -31,7 +31,7 @@ BEST_FILE = "best.json"
 _ERRORS = ("error.log", "error_rank*.log")
 _OF_A_RUN = (CONFIG, LOCK_FILE, RUN_FILE, PLAN_FILE, REPORT, _BEST, _EMA, *files_of(SINKS), *INDEX_FILES)
 _OF_A_MODEL = ("config.json", "adapter_config.json")
-_OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
+_OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE, JUDGE))})-\d+)\.log")
 """Names of the logs written by runs. Other programs may use the folder too, such as Slurm with `logs/slurm-%j.out`."""
 
 

@@ -1,12 +1,14 @@
-"""Default numbers of nodes, GPUs and engines for online runs, and sleep settings: pure functions of settings and GPUs.
+"""Default numbers of nodes, GPUs and engines, and sleep settings of online runs: pure functions of settings and GPUs.
 
 `candidate_layouts` are those that a plan compares. `placement` then assigns ranks to GPUs.
 """
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from math import prod
 
 from rlhf_cli.backends.cluster.placement import Layout
+from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.errors import UsageError
@@ -77,20 +79,51 @@ def candidate_layouts(
     Args:
         shared_sizes, own_sizes: GPUs per engine to try, for engines on shared GPUs and on separate ones.
     """
-    gpus = list(node_gpus)
     for size in [] if needs.samples_ahead else shared_sizes:
-        whole = _together(replace(settings, engine_size=size), gpus, needs)
+        whole = _together(replace(settings, engine_size=size), list(node_gpus), needs)
+        if settings.judge is not None and settings.judge[0] is None:
+            yield replace(whole, models_sleep=needs.can_sleep, engines_sleep=True)
+            continue
         for sleeps in [True, False] if needs.can_sleep else [False]:
             yield replace(whole, models_sleep=sleeps, engines_sleep=sleeps)
     awake = replace(settings, together=False, models_sleep=False, engines_sleep=False)
     paired = replace(awake, pairs=_all_pairs(settings.shapes.keys()))
     found: list[LayoutSettings] = []
     for size in own_sizes:
-        for models in _splits(sum(gpus)):
-            apart = _apart(replace(paired, engine_size=size), gpus, needs, models=models)
+        for models in _splits(sum(besides_judge(awake, node_gpus))):
+            apart = _apart(replace(paired, engine_size=size), list(node_gpus), needs, models=models)
             if apart is not None and apart not in found:
                 found.append(apart)
     yield from found
+
+
+def inference_layout(config: InferenceConfig, node_gpus: Sequence[int], *, has_reward_model: bool) -> LayoutSettings:
+    """Return the layout of `generate` and `eval`, whose engines use the GPUs that other models leave.
+
+    Args:
+        node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
+    """
+    size, reward = config.engine.vllm_tensor_parallel_size or 1, config.reward
+    ranks = (config.reward_ranks.reward_num_gpus_per_node or 1) if has_reward_model else 0
+    settings = LayoutSettings(
+        shapes={"reward": (1, ranks)} if has_reward_model else {},
+        together=False,
+        num_engines=config.engine.vllm_num_engines,
+        engine_size=size,
+        judge=(reward.judge_num_engines, reward.judge_tensor_parallel_size) if reward.starts_judge else None,
+        engines_sleep=bool(node_gpus),
+    )
+    judges = 0 if settings.own_judge is None else prod(settings.own_judge)
+    # Share GPUs only if the models do not fit beside the engines.
+    is_full = bool(node_gpus) and sum(node_gpus) < ranks + size + judges
+    given, shares = config.placement.colocate_all_models, has_reward_model or settings.judge is not None
+    if shares and (is_full if given is None else given):
+        return replace(settings, together=True)
+    if settings.num_engines is None and node_gpus:
+        # The reward model is placed on the first node, so fewer GPUs remain there.
+        left = besides_judge(settings, [node_gpus[0] - ranks, *node_gpus[1:]])
+        return replace(settings, num_engines=sum(count // size for count in left) or 1)
+    return settings
 
 
 def _splits(num_gpus: int) -> list[int]:
@@ -142,7 +175,10 @@ def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNe
 def _together(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> LayoutSettings:
     """Place all roles on the same GPUs, with engines that use all of them."""
     size = settings.engine_size or 1
-    shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
+    # On GPUs, engines sleep unless the user says otherwise.
+    sleeps = settings.engines_sleep is not False
+    gpus = besides_judge(replace(settings, together=True, engines_sleep=sleeps), node_gpus)
+    shape = _largest_shape(gpus, at_most=sum(gpus), per_node=size, multiple=needs.multiple) or (1, 1)
     return _sized(settings, shape, num_engines=max(1, shape[0] * shape[1] // size), together=True)
 
 
@@ -157,19 +193,35 @@ def _apart(
     roles = settings.shapes.keys()
     followers = {second for first, second in settings.pairs if roles >= {first, second}}
     num_pools = len(roles - followers)
+    node_gpus = besides_judge(replace(settings, together=False), node_gpus)
     at_most = sum(node_gpus) // (num_pools + 1) if models is None else models // num_pools
     shape = _largest_shape(node_gpus, at_most=at_most, per_node=1, multiple=needs.multiple)
     if shape is None:
         return None
-    left = sorted(node_gpus)
-    for _ in range(num_pools * shape[0]):
-        node = next((number for number, count in enumerate(left) if count >= shape[1]), None)
-        if node is None:
-            return None
-        left[node] -= shape[1]
-        left.sort()
+    left = _left(node_gpus, num_pools * shape[0], shape[1])
+    if left is None:
+        return None
     num_engines = sum(count // (settings.engine_size or 1) for count in left)
     return _sized(settings, shape, num_engines=num_engines, together=settings.together) if num_engines else None
+
+
+def _left(node_gpus: Sequence[int], count: int, size: int) -> list[int] | None:
+    """Return the GPUs per node, largest first, without `count` times `size` of them; None if there are too few."""
+    # From the nodes with the fewest sufficient ones, as `plan_layout` does.
+    left = sorted(node_gpus)
+    for _ in range(count):
+        node = next((number for number, gpus in enumerate(left) if gpus >= size), None)
+        if node is None:
+            return None
+        left[node] -= size
+        left.sort()
+    return left[::-1]
+
+
+def besides_judge(settings: LayoutSettings, node_gpus: Sequence[int]) -> list[int]:
+    """Return the GPUs per node that a judge leaves to others; all if there are too few, which `plan_layout` reports."""
+    left = None if settings.own_judge is None else _left(node_gpus, *settings.own_judge)
+    return [gpus for gpus in left if gpus] if left else list(node_gpus)
 
 
 def _all_pairs(roles: Set[str]) -> tuple[tuple[str, str], ...]:

@@ -100,9 +100,12 @@ class _Pool:
         return [max(gpus for nodes, gpus in self.shapes.values() if nodes > node) for node in range(num_nodes)]
 
 
-ENGINE = "engine"
+ENGINE, JUDGE = "engine", "judge"
 _SHARE = "let roles share GPUs with --colocate_all_models"
 _ENGINE_FLAGS = "--vllm_num_engines or --vllm_tensor_parallel_size"
+_FOR_JUDGE = (
+    "lower --judge_num_engines or --judge_tensor_parallel_size, or serve the judge elsewhere and set --judge to its URL"
+)
 
 _Place = tuple[int, tuple[int, ...]]
 """Island, and GPU indices in it, for a rank or engine."""
@@ -121,12 +124,16 @@ def plan_layout(settings: LayoutSettings, *, node_gpus: list[int]) -> Layout:
     free = list(node_gpus)
     islands: list[Island] = []
     places: dict[str, list[_Place]] = {}
+    own, judges = settings.own_judge, list[Island]()
+    if own is not None:
+        judges = _take(free, _Pool({JUDGE: own}, _FOR_JUDGE), total=node_gpus)
     for pool in _pools(settings):
         first = len(islands)
         islands += _take(free, pool, total=node_gpus)
         for role, (nodes, gpus) in pool.shapes.items():
             places[role] = [(first + node, (gpu,)) for node in range(nodes) for gpu in range(gpus)]
-    size, count = settings.engine_size or 1, settings.num_engines or 1
+    # A judge can be alone (rlhf data).
+    size, count = settings.engine_size or 1, 1 if settings.num_engines is None else settings.num_engines
     if settings.together:
         # Without an actor (generate, eval), the first GPU is shared.
         places[ENGINE] = _shared_engines(size, count, settings.shapes.get("actor", (1, 1)))
@@ -135,6 +142,11 @@ def plan_layout(settings: LayoutSettings, *, node_gpus: list[int]) -> Layout:
         pool = _Pool({"rollout engines": (count, size)}, f"{_SHARE}, or lower {_ENGINE_FLAGS}")
         islands += _take(free, pool, total=node_gpus)
         places[ENGINE] = [(first + number, tuple(range(size))) for number in range(count)]
+    if own is not None:
+        places[JUDGE] = [(len(islands) + number, tuple(range(own[1]))) for number in range(own[0])]
+        islands += judges
+    elif settings.judge is not None:
+        places[JUDGE] = _beside_engines(settings.judge[1], places[ENGINE])
     return Layout(tuple(islands), tuple(_seats(places)))
 
 
@@ -156,7 +168,8 @@ def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
 def _pools(settings: LayoutSettings) -> list[_Pool]:
     roles = tuple(settings.shapes)
     if settings.together:
-        return [_pool(settings, roles)]
+        # Without other models (generate, eval), the engine and a judge share GPUs.
+        return [_pool(settings, roles) if roles else _Pool({ENGINE: (1, 1)}, "lower the number of models")]
     pools, seated = [], set()
     for pair in settings.pairs:
         members = tuple(role for role in pair if role in roles)
@@ -218,6 +231,21 @@ def _shared_engines(size: int, count: int, actor: tuple[int, int]) -> list[_Plac
             f"set --vllm_num_engines {num_gpus // size} with --vllm_tensor_parallel_size {size}"
         )
     return [(node, tuple(range(gpu, gpu + size))) for node in range(num_nodes) for gpu in range(0, gpus_per_node, size)]
+
+
+def _beside_engines(size: int, engines: Sequence[_Place]) -> list[_Place]:
+    """Place engines of a judge on the GPUs of the rollout engines, as many as fit."""
+    places: list[_Place] = []
+    gpus = [(island, gpu) for island, own in engines for gpu in own]
+    for island in dict.fromkeys(island for island, _ in gpus):
+        here = [gpu for other, gpu in gpus if other == island]
+        places += [(island, tuple(here[at : at + size])) for at in range(0, len(here) - size + 1, size)]
+    if not places:
+        raise UsageError(
+            f"--judge_tensor_parallel_size {size}: the judge shares GPUs with the rollout engines, which have fewer on "
+            "each node; lower it, or set --judge_num_engines for a judge with GPUs of its own"
+        )
+    return places
 
 
 def on_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:

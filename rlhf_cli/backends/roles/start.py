@@ -10,7 +10,7 @@ from typing import Any, Self
 import ray
 
 from rlhf_cli.backends.cluster.default_layout import memory_share
-from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE, Layout, Seat
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.roles.groups import RoleGroup
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
@@ -40,16 +40,18 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The rollout engines to start.
+    """Engines to start: for rollouts, or of a judge (`settings.role`).
 
     - `model`: folder or Hub name.
     - `gpu_share`: fraction of GPU memory per engine; by default larger on GPUs without other roles.
+    - `keeps_weights`: whether sleeping engines keep their weights, because no push replaces them.
     """
 
     backend: str
     model: str
     settings: EngineSettings
     gpu_share: float | None
+    keeps_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ class Processes:
         """Whether rollout engines share GPUs with other roles."""
         return any(seat.shared for seat in self.layout.of(ENGINE))
 
+    @property
+    def judge_takes_turns(self) -> bool:
+        """Whether a judge shares GPUs with the rollout engines, so that only one of them is awake."""
+        return self.cluster.has_gpus and any(seat.shared for seat in self.layout.of(JUDGE))
+
+    @property
+    def judge_waits(self) -> bool:
+        """Whether a judge is asked only when all responses are known: on a CPU, its batches are reproducible then."""
+        return self.judge_takes_turns or not self.cluster.has_gpus
+
     def _threads(self, role: str) -> int:
         """Return the number of CPU threads for each process of a role."""
         return self.cluster.threads(len(self.layout.of(role)))
@@ -83,14 +95,15 @@ class Processes:
 
     def engine(self, number: int, plan: EnginePlan, environment: dict[str, str]) -> tuple[Any, object]:
         """Start an engine's process and begin to load it. Returns the worker and the pending call."""
-        seat = self.layout.of(ENGINE)[number]
+        role = plan.settings.role
+        seat = self.layout.of(role)[number]
         share = memory_share(plan.gpu_share, shared=seat.shared)
         settings = replace(
             plan.settings,
             gpu_memory_utilization=share,
-            num_threads=self._threads(ENGINE),
+            num_threads=self._threads(role),
             # A turn of an episode must not wait. Episodes decode their turns themselves.
-            collect_seconds=0.0 if plan.settings.decodes_for is None else COLLECT_SECONDS * len(self.layout.of(ENGINE)),
+            collect_seconds=0.0 if plan.settings.decodes_for is None else COLLECT_SECONDS * len(self.layout.of(role)),
         )
         worker = self._start(AsyncRayWorker, seat)
         return worker, worker.build.remote(environment, HOST_ENGINE, plan.backend, plan.model, settings)
@@ -109,9 +122,11 @@ class Processes:
 
 
 class Started:
-    """The running rollout engines and roles of a command; engines stop at the end of the block.
+    """The running rollout engines, judge and roles of a command; engines stop at the end of the block.
 
     - `engines`: may still be loading.
+    - `judge`: engines of a judge model, if any; asleep if they take turns with the rollout engines.
+    - `judge_waits`: as in `Processes`.
     - `roles`: by name, instances of the driver class in the role's row.
     """
 
@@ -121,52 +136,62 @@ class Started:
         plans: Sequence[RolePlan],
         engines: EnginePlan,
         *,
+        judge: EnginePlan | None = None,
         takes_turns: bool = False,
         borrowed_actor: Callable[[], AbstractContextManager[int | None]] = nullcontext,
     ) -> None:
         self._processes = processes
-        self._engine_plan = engines
-        self._borrowed_actor = borrowed_actor
+        self.judge_waits = processes.judge_waits
         self.roles: dict[str, Any] = {}
         # vLLM measures free memory at startup: on shared GPUs, build the models first and put them to sleep. Otherwise
         # engines start first, because they take longest.
         engines_last = processes.shares_gpus and processes.cluster.has_gpus
         if not engines_last:
-            self.engines = self._start_engines()
+            self.engines = self._start_engines(engines, borrowed_actor)
+        self.judge: EngineGroup | None = None
+        if judge is not None and not processes.judge_takes_turns:
+            self.judge = self._start_engines(judge)
         for plan in plans:
             self.roles[plan.role.name] = self._start_role(plan, takes_turns=takes_turns)
         # Roles that share GPUs by sleeping are built one by one, because each fills a GPU while it loads.
         one_by_one = takes_turns and processes.cluster.has_gpus
         for together in [[plan] for plan in plans] if one_by_one else [plans]:
             self._build(together)
+        if judge is not None and self.judge is None:
+            # Asleep before the rollout engines measure free memory.
+            self.judge = self._start_engines(judge)
+            self.judge.wait_until_built()
+            self.judge.sleep()
         if engines_last:
-            self.engines = self._start_engines()
+            self.engines = self._start_engines(engines, borrowed_actor)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
+        if self.judge is not None:
+            self.judge.shutdown()
 
-    def _start_engines(self) -> EngineGroup:
-        settings = self._engine_plan.settings
+    def _start_engines(
+        self, plan: EnginePlan, borrowed_actor: Callable[[], AbstractContextManager[int | None]] = nullcontext
+    ) -> EngineGroup:
+        role = plan.settings.role
         return EngineGroup(
-            lambda number: self._processes.engine(number, self._engine_plan, self._environment(number)),
-            num_engines=len(self._processes.layout.of(ENGINE)),
-            takes_turns=settings.enable_sleep,
-            sync_backend=settings.sync_backend,
-            ranks_per_engine=settings.tensor_parallel_size,
-            adapter_alone=settings.max_lora_rank is not None,
-            borrowed_actor=self._borrowed_actor,
+            lambda number: self._processes.engine(number, plan, self._environment(role, number)),
+            num_engines=len(self._processes.layout.of(role)),
+            settings=plan.settings,
+            keeps_weights=plan.keeps_weights,
+            borrowed_actor=borrowed_actor,
         )
 
-    def _environment(self, number: int) -> dict[str, str]:
+    def _environment(self, engine: str, number: int) -> dict[str, str]:
         """Return CUDA_VISIBLE_DEVICES for a multi-GPU engine on shared GPUs: the GPUs of a role's ranks there."""
         layout = self._processes.layout
-        seat = layout.of(ENGINE)[number]
+        seat = layout.of(engine)[number]
         if not (self._processes.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
             return {}
-        role = next(role for role in layout.users(seat.island, seat.gpus[0]) if role != ENGINE)
+        role = next(role for role in layout.users(seat.island, seat.gpus[0]) if role not in (ENGINE, JUDGE))
         # Ray assigns fractional GPUs per process, so one process cannot reserve the same set as several ranks.
         visible = self.roles[role].group.visible_gpus()
         here = [other for other in layout.of(role) if other.island == seat.island and other.gpus[0] in seat.gpus]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.rollout import CPU_CACHE_GIB, EngineConfig, SyncBackend
@@ -23,6 +24,7 @@ class EngineDead(RunError):
 class EngineSettings:
     """Settings for building a rollout engine, shared by all backends.
 
+    - `role`: what the engine is for: rollouts or judging, which have settings of different names.
     - `max_model_len`: limit for prompt plus response in tokens.
     - `gpu_memory_utilization`: fraction of GPU memory for vLLM.
     - `num_threads`: CPU threads per worker; None uses all cores available to this process.
@@ -33,6 +35,7 @@ class EngineSettings:
     - `max_lora_rank`: if set, pushes contain only the adapter. Use one of vLLM's allowed values.
     - `max_images_per_prompt`: image limit; 0 for vision-language models that read only text, None for text models.
     - `record_routed_experts`: record the experts of each token, for batches that ask for them.
+    - `structured_outputs`: requests may have a JSON schema, for which vLLM loads the model's tokenizer.
     - `collect_seconds`: time from the first response until `collect` of the engine's host returns, so that the driver
       does not receive every response in a call. A complete batch is returned at once.
     - `decodes_for`: model whose tokenizer decodes responses in the engine's process; None to send only tokens.
@@ -40,6 +43,7 @@ class EngineSettings:
     """
 
     max_model_len: int
+    role: str = ENGINE
     dtype: str = "bf16"
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -59,6 +63,7 @@ class EngineSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     record_routed_experts: bool = False
+    structured_outputs: bool = False
     collect_seconds: float = 0.0
     decodes_for: ModelSource | None = None
 

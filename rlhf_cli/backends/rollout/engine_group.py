@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayTaskError
 
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS
 from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.serialization import PickledCall
 from rlhf_cli.backends.roles.settings import EngineLink
-from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead, EngineSettings
 from rlhf_cli.backends.rollout.engine_failures import cause_of, get_all, reason_of
 from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.rollout.engine_shares import Listening, SharedBatch, balanced_shares, same_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
-from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 
@@ -40,6 +40,7 @@ _ADD = PickledCall(lambda host, *args: host.add(*args))
 _CUT = PickledCall(lambda host, *args: host.cut(*args))
 _COLLECT = PickledCall(lambda host, *args: host.collect(*args))
 
+_TITLES = {ENGINE: "rollout engine", JUDGE: "judge engine"}
 MAX_RESTARTS = 3
 """Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
 
@@ -61,10 +62,8 @@ class EngineGroup:
 
     Args:
         start: starts building engine `i`. Returns the Ray worker and the pending build call.
-        takes_turns: whether engines sleep while models train.
-        sync_backend: weight transfer backend.
-        ranks_per_engine: GPUs per engine.
-        adapter_alone: whether pushes contain only the adapter, and sleeping engines keep the base model.
+        settings: settings of the engines. With `max_lora_rank`, sleeping engines keep the base model.
+        keeps_weights: whether sleeping engines keep all weights in host memory, because no push replaces them.
         borrowed_actor: context manager that borrows the actor for a push to a restarted engine. It yields the version
             of the actor's weights, or None for the version from the last push.
     """
@@ -74,21 +73,20 @@ class EngineGroup:
         start: Callable[[int], tuple[Any, object]],
         *,
         num_engines: int,
-        takes_turns: bool,
-        sync_backend: SyncBackend,
-        ranks_per_engine: int,
-        adapter_alone: bool = False,
+        settings: EngineSettings,
+        keeps_weights: bool = False,
         borrowed_actor: Callable[[], AbstractContextManager[int | None]] = nullcontext,
     ) -> None:
         self._start = start
         self._borrowed_actor = borrowed_actor
         self._actor: SampledRole | None = None
-        self._takes_turns = takes_turns
-        self._sync_backend = sync_backend
-        self._ranks_per_engine = ranks_per_engine
-        self._adapter_alone = adapter_alone
+        self._takes_turns = settings.enable_sleep
+        self._sync_backend = settings.sync_backend
+        self._ranks_per_engine = settings.tensor_parallel_size
+        self._adapter_alone = settings.max_lora_rank is not None
         # vLLM's level 1 moves weights to host memory; level 2 drops them, because the next push replaces them.
-        self._sleep_level = 1 if adapter_alone else 2
+        self._sleep_level = 1 if self._adapter_alone or keeps_weights else 2
+        self._keeps_weights, self._title = keeps_weights, _TITLES[settings.role]
         self._version = 0
         self._adapter: dict[str, object] | None = None
         self._restarts = 0
@@ -108,7 +106,7 @@ class EngineGroup:
             except RayTaskError as error:
                 raise cause_of(error) from error
             except PROCESS_DEATHS as error:
-                raise RunError(f"rollout engine {number} died during startup (", reason_of(error), ")") from error
+                raise RunError(f"{self._title} {number} died during startup (", reason_of(error), ")") from error
 
     def connect(self, actor: SampledRole) -> None:
         """Connect the engines to the actor for weight pushes. Call it after both are built, and after every restart."""
@@ -274,9 +272,10 @@ class EngineGroup:
         return died
 
     def wake_cache(self) -> None:
-        """Allocate the KV cache, after `receive_weights` and before generating."""
+        """Allocate the KV cache, after `receive_weights` and before generating, or weights and KV cache."""
         if self._takes_turns:
-            self._all(lambda host: host.engine.wake(["kv_cache"]))
+            tags = None if self._keeps_weights else ["kv_cache"]
+            self._all(lambda host: host.engine.wake(tags))
 
     def sleep(self) -> None:
         """Release GPU memory to the training roles."""
@@ -399,7 +398,7 @@ class EngineGroup:
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise ProcessDied(
-                f"rollout engines died {self._restarts} times in this run, most recently engine {number} (",
+                f"{self._title}s died {self._restarts} times in this run, most recently engine {number} (",
                 reason_of(error),
                 ")",
             )
@@ -410,7 +409,7 @@ class EngineGroup:
             ray.get(building)
         except (*PROCESS_DEATHS, RayTaskError) as again:
             raise ProcessDied(
-                f"rollout engine {number} died and could not be restarted (", reason_of(again), ")"
+                f"{self._title} {number} died and could not be restarted (", reason_of(again), ")"
             ) from again
 
     def _all(self, call: _EngineCall[Result]) -> list[Result]:

@@ -30,8 +30,8 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
     is_ahead = not on_cpu and _can_schedule_ahead(settings)
     return {
         "model": model_path,
-        # Requests are token IDs. Only images need the model's processor, which includes the tokenizer.
-        "skip_tokenizer_init": not settings.max_images_per_prompt,
+        # Requests are token IDs. Only JSON schemas need the tokenizer, and images the processor that includes it.
+        "skip_tokenizer_init": not (settings.structured_outputs or settings.max_images_per_prompt),
         "trust_remote_code": settings.trust_remote_code,
         "dtype": _DTYPES[settings.dtype],
         "seed": settings.seed,
@@ -53,6 +53,7 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
         "async_scheduling": is_ahead,
         "weight_transfer_config": {"backend": f"rlhf_{settings.sync_backend}"},
         **({"enable_return_routed_experts": True} if settings.record_routed_experts else {}),
+        **_structured_arguments(settings),
         **_adapter_arguments(settings),
         **_picture_arguments(settings, on_cpu=on_cpu),
         **_device_arguments(settings, on_cpu=on_cpu),
@@ -67,6 +68,14 @@ def _can_schedule_ahead(settings: EngineSettings) -> bool:
 
 _DRAFTS_FROM_TEXT = ("ngram", "suffix")
 """Speculative methods that search the text so far on the host."""
+
+
+def _structured_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Return engine arguments for requests with a JSON schema."""
+    if not settings.structured_outputs:
+        return {}
+    # With any white space, a weak model may write it until its token limit.
+    return {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
 
 
 def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:

@@ -158,10 +158,12 @@ class VllmBatch:
 def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Sequence[int]) -> "VllmSamplingParams":
     """Convert sampling parameters to vLLM's."""
     from vllm import SamplingParams as VllmSampling
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     from rlhf_cli.backends.rollout.vllm_scheduler import STOP
 
+    schema = request.json_schema
+    structured = None if schema is None else StructuredOutputsParams(json=schema)
     return VllmSampling(
         max_tokens=request.limit(sampling),
         temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -178,6 +180,7 @@ def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Seq
         ignore_eos=True,
         # For the custom scheduler; vLLM's `stop` is not exact (see `vllm_scheduler`).
         extra_args={STOP: list(sampling.stop)},
+        structured_outputs=structured,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

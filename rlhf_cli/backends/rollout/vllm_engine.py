@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.rollout.engine import (
     Arrivals,
@@ -332,13 +331,13 @@ class VllmEngine:
         # vLLM forwards a worker's exception only as text in another exception.
         except Exception as error:
             if (kind := full_memory(error)) is not None:
-                raise OutOfMemory(_shortage(kind, detail=one_line(error))) from error
+                raise OutOfMemory(_shortage(kind, self._settings.role, detail=one_line(error))) from error
             raise RunError(_worker_message(error)) from error
 
     def _last_words(self) -> str | Shortage:
         """Return the error message for a dead engine, or what memory was full."""
         kind = full_memory(log_since(self._log_begin)) or ("host memory" if kernel_has_killed() else None)
-        return _DEAD if kind is None else _shortage(kind)
+        return _DEAD if kind is None else _shortage(kind, self._settings.role)
 
     async def _while_alive(self, call: Awaitable[Result]) -> Result:
         """Await a call. Raises EngineDead if the engine dies meanwhile."""
@@ -360,9 +359,9 @@ class VllmEngine:
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
 
 
-def _shortage(kind: MemoryKind, *, detail: str = "") -> Shortage:
+def _shortage(kind: MemoryKind, role: str, *, detail: str = "") -> Shortage:
     fix = "lower --vllm_gpu_memory_utilization, or set --vllm_args '{\"max_num_seqs\": 64}'"
-    return Shortage(kind, "in vLLM", fix if kind == "GPU memory" else None, role=ENGINE, detail=detail)
+    return Shortage(kind, "in vLLM", fix if kind == "GPU memory" else None, role=role, detail=detail)
 
 
 def _worker_message(error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.backends.cluster.placement import JUDGE
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
 from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, keeps_states
@@ -133,16 +133,20 @@ def _shortage(kind: MemoryKind, detail: str, model_path: str, settings: EngineSe
     where = f"while vLLM started with {model_path}"
     if on_cpu and kind == "GPU memory":
         kind = "host memory"
-    return Shortage(kind, where, _memory_fix(settings) if kind == "GPU memory" else None, role=ENGINE, detail=detail)
+    fix = _memory_fix(settings) if kind == "GPU memory" else None
+    return Shortage(kind, where, fix, role=settings.role, detail=detail)
 
 
 def _memory_fix(settings: EngineSettings) -> str:
     """Return a fix for full GPU memory: another memory fraction, tensor parallelism, or shorter sequences."""
     share, longest = settings.gpu_memory_utilization, settings.max_model_len
+    size, length = "vllm_tensor_parallel_size", "max_len"
+    if settings.role == JUDGE:
+        size, length = "judge_tensor_parallel_size", "judge_max_len"
     return (
         f"vLLM may use {share:g} of the GPU: raise --vllm_gpu_memory_utilization to {min(0.95, share + 0.2):.2g} if "
         f"weights or KV cache do not fit, lower it to {share / 2:.2g} if other processes use the GPU, set "
-        f"--vllm_tensor_parallel_size {2 * settings.tensor_parallel_size}, or lower --max_len {longest}"
+        f"--{size} {2 * settings.tensor_parallel_size}, or lower --{length} {longest}"
     )
 
 

@@ -7,10 +7,16 @@ from functools import partial
 from itertools import combinations
 
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.rewards.judge import verdicts
 from rlhf_cli.rewards.judge.rubrics import Item, items_of, reward_of, shown
 from rlhf_cli.rewards.judge.template import columns_in, default_template, filled, read_template, rules
-from rlhf_cli.rewards.judge.verdicts import Judgement
+from rlhf_cli.rewards.judge.verdicts import (
+    Form,
+    Judgement,
+    listwise_form,
+    pairwise_form,
+    pointwise_form,
+    rubric_form,
+)
 from rlhf_cli.rewards.judge.wire import Question
 from rlhf_cli.rewards.records import BadResult, Score, ScoreRequest
 from rlhf_cli.rewards.workers.pool import ItemOutcome
@@ -21,7 +27,6 @@ FLIPS = f"{JUDGE_PART}/position_flips"
 """Metric: share of a response's pairs in which the verdict depends on the order."""
 
 _NO_LABEL = "(none)"
-_REASON = '"reason": "your reasons in one or two sentences"'
 _ALONE = f"{JUDGE_PART}: compares the responses to a prompt, but there is only one"
 
 
@@ -61,6 +66,10 @@ class Judge:
         except BadResult as error:
             return _without_questions([_failed(f"{JUDGE_PART}: {error}")] * len(requests))
 
+    def trial(self, requests: Sequence[ScoreRequest]) -> Case:
+        """Return a case about some of these responses to a prompt."""
+        return self.case(requests if self.by_group else requests[:1])
+
     def fault_of(self, row: str | None) -> str:
         """Return what is wrong with the rubric of a row, or ""."""
         if self._method != "rubric":
@@ -73,21 +82,14 @@ class Judge:
 
     def _pointwise(self, requests: Sequence[ScoreRequest]) -> Case:
         (request,) = requests
-        low, high = self._ends
-        form = f'{{{_REASON}, "score": S}}, where S is a number from {low:g} (worst) to {high:g} (best).'
-        read = partial(verdicts.score_of, ends=self._ends)
-        return Case([self._question(request, {"response": _response(request)}, form, read)], _scored)
+        question = self._question(request, {"response": _response(request)}, pointwise_form(self._ends))
+        return Case([question], _scored)
 
     def _by_rubric(self, requests: Sequence[ScoreRequest]) -> Case:
         (request,) = requests
         items = self._items(_columns(request.row))
-        form = (
-            '{"items": [{"item": 1, "reason": "your reason in one sentence", "met": true or false}, ...]}, with each '
-            f"of the {len(items)} criteria once."
-        )
         texts = {"response": _response(request), "rubric": shown(items)}
-        question = self._question(request, texts, form, partial(verdicts.items_of_verdict, count=len(items)))
-        return Case([question], partial(_weighed, items))
+        return Case([self._question(request, texts, rubric_form(len(items)))], partial(_weighed, items))
 
     def _pairwise(self, requests: Sequence[ScoreRequest]) -> Case:
         if len(requests) < 2:
@@ -95,11 +97,8 @@ class Judge:
         texts = [_response(request) for request in requests]
         # Equal responses are tied; a judge would only add noise.
         pairs = [pair for pair in combinations(range(len(texts)), 2) if texts[pair[0]] != texts[pair[1]]]
-        form = f'{{{_REASON}, "better": B}}, where B is 1 or 2, the number of the better response, or "tie".'
         questions = [
-            self._question(
-                requests[0], {"response_1": texts[first], "response_2": texts[second]}, form, verdicts.winner_of
-            )
+            self._question(requests[0], {"response_1": texts[first], "response_2": texts[second]}, pairwise_form())
             for pair in pairs
             for first, second in (pair, pair[::-1])
         ]
@@ -110,18 +109,11 @@ class Judge:
         if count < 2:
             return _without_questions([_failed(_ALONE)])
         texts = [_response(request) for request in requests]
-        form = f'{{{_REASON}, "order": [...]}} with the numbers of all {count} responses, the best first.'
-        read = partial(verdicts.order_of, count=count)
-        questions = [self._question(requests[0], {"responses": order}, form, read) for order in (texts, texts[::-1])]
+        form = listwise_form(count)
+        questions = [self._question(requests[0], {"responses": order}, form) for order in (texts, texts[::-1])]
         return Case(questions, partial(_ordered, count))
 
-    def _question(
-        self,
-        request: ScoreRequest,
-        judged: Mapping[str, str | Sequence[str]],
-        form: str,
-        read: Callable[[str], object],
-    ) -> Question:
+    def _question(self, request: ScoreRequest, judged: Mapping[str, str | Sequence[str]], form: Form) -> Question:
         """Return a question. Raises BadResult if the row lacks a column in the template."""
         template = self._template or default_template(self._method, has_label=request.label is not None)
         row = json.loads(request.row) if request.row else {}
@@ -136,8 +128,7 @@ class Judge:
                 raise BadResult(f"the row has no {name.partition('.')[2]!r}, which --judge_template shows")
             texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text, code = filled(template, texts)
-        # Images are not sent: with them, the client says so.
-        return Question(f"{text.rstrip()}\n\n{rules(code, form)}", read, request.pictures)
+        return Question(f"{text.rstrip()}\n\n{rules(code, form.words)}", form.read, request.pictures, form.schema)
 
     def _items(self, columns: Mapping[str, object]) -> list[Item]:
         if columns.get(self._rubric_key) is None:

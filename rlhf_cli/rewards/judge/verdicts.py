@@ -1,9 +1,12 @@
-"""Reads a judge's verdict: the last JSON object in its completion."""
+"""Forms of verdicts, and their readers: a verdict is the last JSON object in a judge's completion."""
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.remote.call import in_one_line
@@ -11,10 +14,71 @@ from rlhf_cli.rewards.remote.call import in_one_line
 _READ = 50_000
 """Last characters of a completion that may contain the verdict, which bounds the time to search for it."""
 _START = re.compile(r'\{\s*"')
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)
+"""Accepts control characters in texts, which models write and grammars of JSON schemas permit."""
+
+_REASON = '"reason": "your reasons in one or two sentences"'
+_MAX_REASON = 1000
+"""Characters after which a schema ends a reason: a weak model might repeat itself until its token limit."""
 
 Judgement = dict[str, object]
 """A verdict as JSON values, with a `reason`."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a verdict.
+
+    - `words`: completes "End with one JSON object and nothing after it: ".
+    - `schema`: JSON Schema, which permits every valid verdict; an order may still repeat a response.
+    - `read`: returns the verdict in a completion. Raises BadResult without a valid one.
+    """
+
+    words: str
+    schema: Mapping[str, object]
+    read: Callable[[str], Any]
+
+
+def pointwise_form(ends: tuple[float, float]) -> Form:
+    """Return the form of a score within `ends`."""
+    low, high = ends
+    words = f'{{{_REASON}, "score": S}}, where S is a number from {low:g} (worst) to {high:g} (best).'
+    score = {"type": "number", "minimum": low, "maximum": high}
+    return Form(words, _object(reason=_TEXT, score=score), partial(score_of, ends=ends))
+
+
+def rubric_form(count: int) -> Form:
+    """Return the form of verdicts on `count` criteria."""
+    words = (
+        '{"items": [{"item": 1, "reason": "your reason in one sentence", "met": true or false}, ...]}, with each '
+        f"of the {count} criteria once."
+    )
+    each = [_object(item={"const": number}, reason=_TEXT, met={"type": "boolean"}) for number in range(1, count + 1)]
+    items = {"type": "array", "prefixItems": each, "items": False, "minItems": count, "maxItems": count}
+    return Form(words, _object(items=items), partial(items_of_verdict, count=count))
+
+
+def pairwise_form() -> Form:
+    """Return the form of a comparison of two responses."""
+    words = f'{{{_REASON}, "better": B}}, where B is 1 or 2, the number of the better response, or "tie".'
+    return Form(words, _object(reason=_TEXT, better={"enum": [1, 2, "tie"]}), winner_of)
+
+
+def listwise_form(count: int) -> Form:
+    """Return the form of an order of `count` responses."""
+    words = f'{{{_REASON}, "order": [...]}} with the numbers of all {count} responses, the best first.'
+    number = {"enum": [*range(1, count + 1)]}
+    order = {"type": "array", "items": number, "minItems": count, "maxItems": count}
+    return Form(words, _object(reason=_TEXT, order=order), partial(order_of, count=count))
+
+
+_TEXT = {"type": "string", "maxLength": _MAX_REASON}
+
+
+def _object(**properties: Mapping[str, object]) -> dict[str, object]:
+    # In this order, so that reasons come before what they are for.
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def last_object(completion: str) -> Judgement:

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import aiohttp
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.judge.cache import CompletionCache
+from rlhf_cli.rewards.png import png_in_base64
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.remote.call import (
     MAX_ANSWER_BYTES,
@@ -26,6 +27,8 @@ from rlhf_cli.rewards.workers.pool import ItemOutcome
 if TYPE_CHECKING:
     from rlhf_cli.models.vision.pictures import Picture
 
+TRUNCATED = "reached its token limit before the verdict"
+"""Completes a sentence about a judge."""
 _MAX_LISTED = 5
 _UNAUTHORISED = {401, 403}
 
@@ -34,12 +37,14 @@ _UNAUTHORISED = {401, 403}
 class Question:
     """A question to a judge.
 
-    `read` returns the verdict in a completion, as JSON values. It raises BadResult without a valid one.
+    `read` returns the verdict in a completion, as JSON values. It raises BadResult without a valid one. `schema` is the
+    JSON Schema of the verdict.
     """
 
     text: str
     read: Callable[[str], object]
     pictures: "tuple[Picture, ...]" = ()
+    schema: Mapping[str, object] = field(default_factory=dict)
 
 
 def judge_wire(
@@ -59,16 +64,20 @@ def judge_wire(
     ) -> list[ItemOutcome]:
         # One question per request: the client has a batch size of 1.
         (question,) = questions
-        body = {"model": models[url], "messages": [{"role": "user", "content": question.text}], "temperature": 0}
+        content: object = question.text
+        if question.pictures:
+            # In a thread, because encoding takes long.
+            content = await asyncio.to_thread(_parts, question)
+        body = {"model": models[url], "messages": [{"role": "user", "content": content}], "temperature": 0}
         sent = {name: value for name, value in (body | dict(arguments)).items() if value is not None}
         stored = None if cache is None else cache.completion_of(sent)
         # An earlier version may have read it differently.
         with suppress(BadResult):
             if stored is not None:
                 return [ItemOutcome(question.read(stored))]
-        content = await post_json(session, f"{url}/chat/completions", sent, timeout=timeout, limit=MAX_ANSWER_BYTES)
+        received = await post_json(session, f"{url}/chat/completions", sent, timeout=timeout, limit=MAX_ANSWER_BYTES)
         try:
-            answer = _text_of(content)
+            answer = _text_of(received)
             verdict = question.read(answer)
         except BadResult as error:
             raise CallFailed("bad_result", str(error)) from None
@@ -76,10 +85,18 @@ def judge_wire(
             cache.store(sent, answer)
         return [ItemOutcome(verdict)]
 
-    async def sees_no_images(*_: object, **__: object) -> bool:
-        return False
+    async def takes_images(*_: object, **__: object) -> bool:
+        # Endpoints do not say whether their model reads images; one that does not rejects the request.
+        return True
 
-    return Wire("judge", num_calls, post, _probe, sees_no_images)
+    return Wire("judge", num_calls, post, _probe, takes_images)
+
+
+def _parts(question: Question) -> list[dict[str, object]]:
+    """Return the images of the prompt and the text as content in OpenAI format."""
+    urls = (f"data:image/png;base64,{png_in_base64(picture)}" for picture in question.pictures)
+    images: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*images, {"type": "text", "text": question.text}]
 
 
 def _text_of(content: bytes) -> str:
@@ -96,7 +113,7 @@ def _text_of(content: bytes) -> str:
         raise BadResult('sent a response without {"choices": [{"message": ...}]}')
     # Before the end, the last JSON object may be one that the judge quotes.
     if choice.get("finish_reason") == "length":
-        raise BadResult("reached its token limit before the verdict (max_tokens in --judge_args)")
+        raise BadResult(f"{TRUNCATED} (max_tokens in --judge_args)")
     if choice.get("finish_reason") == "content_filter":
         raise BadResult("was stopped by its content filter")
     if not isinstance(message.get("content"), str) or not message["content"].strip():

@@ -9,7 +9,7 @@ from rlhf_cli.backends.roles.start import Started
 from rlhf_cli.backends.rollout.backend_choice import described
 from rlhf_cli.runs.inference.model_groups import ModelGroup, manifest_of
 from rlhf_cli.runs.inference.run import InferenceHooks, ModelUnderTest, answer_by, answer_prompts, started_scorer
-from rlhf_cli.runs.inference.workers import started_models
+from rlhf_cli.runs.inference.workers import OtherModels, started_models
 from rlhf_cli.runs.run_directory import LOGS
 
 
@@ -58,7 +58,7 @@ class Asking:
         with started_models(
             first.config,
             first.backend,
-            first.reward_model or first.process_model,
+            OtherModels(first.reward_model or first.process_model, first.judge),
             weights=nullcontext(str(base)),
             cluster=self.cluster,
             log_dir=self._logs(numbers[0]),
@@ -72,7 +72,9 @@ class Asking:
         # Version 0 is the model that the engines load at startup.
         tested, version = self.models[number], number + 1
         self._name(number)
-        with started_scorer(tested, self.hooks) as scorer:
+        with started_scorer(tested, models, self.hooks) as scorer:
+            # They sleep after the model before, if a judge takes turns with them.
+            models.engines.wake_cache()
             models.engines.take_adapter(manifest_of(tested, version=version), version)
             is_answered = answer_by(models, scorer, tested, begin=self.begins[number], hooks=self.hooks)
         return is_answered and self._goes_on(number)
@@ -83,7 +85,9 @@ class Asking:
             return
         tested = self.models[number]
         engine = described(tested.config.engine, tested.backend)
-        self.hooks.tracker.start(self.facts | {"Engine": engine, "Placement": placement}, is_kept=self.is_kept)
+        judge = {"Judge": tested.judge.described} if tested.judge else {}
+        facts = self.facts | judge | {"Engine": engine, "Placement": placement}
+        self.hooks.tracker.start(facts, is_kept=self.is_kept)
 
     def _name(self, number: int) -> None:
         if len(self.models) > 1:

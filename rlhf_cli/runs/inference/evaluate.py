@@ -138,8 +138,7 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     settings = settings_identity(config, models[0].reward_model, models[0].model.architecture)
     identity = {"command": "eval"} | settings
     identity["prm_pretrain"] = config.reward.prm_pretrain
-    if models[0].process_model is not None:
-        identity["fingerprint of the process reward model"] = models[0].process_model.found.fingerprint()
+    identity |= models[0].facts_of_models
     # Prefix facts with the model's name, because their values differ between models.
     for tested in models:
         facts = model_identity(tested)
@@ -150,7 +149,8 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
         raise UsageError(f"--write_pass_rate {rates}: folder not found: {Path(rates).absolute().parent}")
     if not run.is_answered:
         sets = [tested.data.prompts for tested in models]
-        check_rewards(config.reward, *sets, is_episode=config.episodes.plays_episodes)
+        is_episode = config.episodes.plays_episodes
+        check_rewards(config.reward, *sets, is_episode=is_episode, judge=models[0].judge)
     return run
 
 

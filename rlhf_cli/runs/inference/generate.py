@@ -85,12 +85,13 @@ def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     check_vllm_args(config.engine, backend=backend, on_cpu=not may_have_gpus(), min_p=min_p)
     tested = model_under_test(config)
     settings = settings_identity(config, tested.reward_model, tested.model.architecture)
-    identity = {"command": "generate"} | settings | model_identity(tested)
+    identity = {"command": "generate"} | settings | tested.facts_of_models | model_identity(tested)
     rows = rows_done(root, config.out, identity)
     run = _GenerateRun(config, tested, identity, None if rows is None else tested.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:
         # Without remaining prompts no reward runs, so its processes need not start.
-        check_rewards(config.reward, tested.data.prompts, is_episode=config.episodes.plays_episodes)
+        is_episode = config.episodes.plays_episodes
+        check_rewards(config.reward, tested.data.prompts, is_episode=is_episode, judge=tested.judge)
     return run
 
 
@@ -105,6 +106,7 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
     def announce(placement: str) -> None:
         engine = described(run.config.engine, tested.backend)
         model = {"Reward model": tested.reward_model.source.pretrain} if tested.reward_model else {}
+        model |= {"Judge": tested.judge.described} if tested.judge else {}
         tracker.start(facts | model | {"Engine": engine, "Placement": placement, "Logs": str(log_dir)})
 
     with ray_cluster() as cluster:

@@ -26,7 +26,8 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
-from rlhf_cli.runs.inference.workers import REWARD, started_models
+from rlhf_cli.runs.inference.workers import REWARD, OtherModels, started_models
+from rlhf_cli.runs.judge_model import JudgeModel, asked_judge, find_judge
 from rlhf_cli.runs.online.checks import refuse_length_rewards
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
@@ -63,6 +64,15 @@ class ModelUnderTest:
     cells: Mapping[str, object] = field(default_factory=dict)
     process_model: RewardModelPlan | None = None
     episodes: EpisodePlan | None = None
+    judge: JudgeModel | None = None
+
+    @property
+    def facts_of_models(self) -> dict[str, object]:
+        """Facts about other models than the one under test that must match to resume."""
+        found = {} if self.judge is None else {"fingerprint of the judge": self.judge.found.fingerprint()}
+        if self.process_model is not None:
+            found["fingerprint of the process reward model"] = self.process_model.found.fingerprint()
+        return dict(found)
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ def model_under_test(
         cells or {},
         process_model,
         episodes,
+        find_judge(config.reward, config.model),
     )
 
 
@@ -235,28 +246,36 @@ def answer_prompts(
     # An absolute path is valid in the working directory of any engine.
     weights = tested.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message)
     with (
-        started_scorer(tested, hooks) as scorer,
         started_models(
             tested.config,
             tested.backend,
-            tested.reward_model or tested.process_model,
+            OtherModels(tested.reward_model or tested.process_model, tested.judge),
             weights=weights,
             cluster=cluster,
             log_dir=log_dir,
             announce=announce,
         ) as models,
+        started_scorer(tested, models, hooks) as scorer,
     ):
         return answer_by(models, scorer, tested, begin=begin, hooks=hooks)
 
 
-def started_scorer(tested: ModelUnderTest, hooks: InferenceHooks) -> AbstractContextManager[Scorer | None]:
+def started_scorer(
+    tested: ModelUnderTest, models: Started, hooks: InferenceHooks
+) -> AbstractContextManager[Scorer | None]:
     """Return a context manager with the scorer; None without rewards."""
     config = tested.config
     if not config.reward.is_given:
         return nullcontext()
     decode = partial(text_of, tested.model.tokenizer, skip_special_tokens=False)
     needs_environment = config.needs_scores and config.reward.asks_environment
-    return Scorer(config.reward, tell=hooks.tracker.message, decode=decode, needs_environment=needs_environment)
+    return Scorer(
+        config.reward,
+        judges=asked_judge(tested.judge, models),
+        tell=hooks.tracker.message,
+        decode=decode,
+        needs_environment=needs_environment,
+    )
 
 
 def answer_by(
@@ -317,7 +336,9 @@ def _answer(
 
     `first` is the index of the first prompt, which determines the seeds.
     """
-    work = asyncio.run(sample_and_score(dict(enumerate(prompts, start=first)), answering.sampler, timer))
+    numbered = dict(enumerate(prompts, start=first))
+    # Engines sleep only for a judge that takes turns with them.
+    work = asyncio.run(sample_and_score(numbered, answering.sampler, timer, wakes_engines=True))
     samples = samples_of(work.whole_groups())
     with timer("reward"):
         if answering.is_scored:

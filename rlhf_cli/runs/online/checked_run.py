@@ -163,7 +163,12 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
-    check_rewards(config.reward, *(read.prompts for read in all_data), is_episode=config.episodes.plays_episodes)
+    check_rewards(
+        config.reward,
+        *(read.prompts for read in all_data),
+        is_episode=config.episodes.plays_episodes,
+        judge=models.judge,
+    )
     return run
 
 

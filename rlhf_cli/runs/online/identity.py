@@ -35,6 +35,8 @@ _HOW_REWARDS_RUN = frozenset(
         "remote_rm_batch_size",
         "remote_rm_api_key_env",
         "judge",
+        "judge_num_engines",
+        "judge_tensor_parallel_size",
         "judge_template",
         "judge_timeout",
         "judge_concurrency",
@@ -117,6 +119,7 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
         if role.title and not role.is_trained:
             model = models.loaded.get(name)
             facts |= model_identity(role.title, model.found if model else None)
+    facts |= model_identity("judge", models.judge.found if models.judge else None)
     teachers = models.teachers
     sources, found = [model.source.pretrain for model in teachers], [model.found for model in teachers]
     return facts | teachers_identity(config, sources, found)

@@ -29,6 +29,7 @@ from rlhf_cli.models.routing_replay import check_routing_replay
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.models.vision.freezing import check_trained_parts
+from rlhf_cli.runs.judge_model import JudgeModel, find_judge
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.shared_sequences import sharing, splitting
@@ -42,6 +43,7 @@ class OnlineModels:
     - `trained`, `frozen`: for roles with ranks, in the order of `ROLES`.
     - `hosted`: for roles that the actor's ranks load.
     - `other_teachers`: teachers of single sources, in the ranks of the teacher.
+    - `judge`: a judge that the run starts.
 
     Example, `rlhf grpo` with a KL penalty: trained = {"actor": policy}, frozen = {"ref": policy}, hosted = {}.
     """
@@ -50,6 +52,7 @@ class OnlineModels:
     frozen: Mapping[str, ModelPlan | RewardModelPlan]
     hosted: Mapping[str, ModelPlan] = field(default_factory=dict)
     other_teachers: tuple[ModelPlan, ...] = ()
+    judge: JudgeModel | None = None
 
     @property
     def by_role(self) -> dict[str, ModelPlan | RewardModelPlan]:
@@ -137,10 +140,11 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
         if pretrain is not None:
             (hosted if role.host else frozen)[role.name] = frozen_policy(role.pretrain, pretrain)
     others = tuple(frozen_policy("teacher_by_source", pretrain) for pretrain in config.other_teachers)
-    models = OnlineModels(trained, frozen, hosted, others)
+    models = OnlineModels(trained, frozen, hosted, others, find_judge(config.reward, config.model))
     # Check the adapters' bases too, since --overwrite would remove them as well.
     bases = {model.base.pretrain for model in models.by_role.values() if isinstance(model, ModelPlan)}
     sources = {model.source.pretrain for _, model in models.all_models}
+    sources |= {models.judge.source.pretrain} if models.judge else set()
     check_not_replaced(config.checkpoint, *sorted(bases | sources))
     return models
 

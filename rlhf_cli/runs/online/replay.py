@@ -362,7 +362,7 @@ def _run_again(run: OnlineRun, results: _Results, *, last: int, keeps_update: bo
         roles = stack.enter_context(build(run, where))
         if run.episodes is not None:
             roles.rollout = stack.enter_context(run.episodes.played_by(roles.engines))
-        scorer = stack.enter_context(scorer_of(run, results.message))
+        scorer = stack.enter_context(scorer_of(run, roles, results.message))
         resume_collector()
         actor = roles.actor
         results.no_shares = no_shares(run.config)

@@ -28,6 +28,7 @@ from rlhf_cli.runs.adapter_rates import adapter_rate_facts
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.events import alarm_event
+from rlhf_cli.runs.judge_model import asked_judge
 from rlhf_cli.runs.memory import online_workload, sleep_memory_fact
 from rlhf_cli.runs.memory_fixes import with_memory_fixes
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
@@ -96,7 +97,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         roles = stack.enter_context(build(run, where))
         if run.episodes is not None:
             roles.rollout = stack.enter_context(run.episodes.played_by(roles.engines))
-        scorer = stack.enter_context(scorer_of(run, lambda text: tracker.message(text)))
+        scorer = stack.enter_context(scorer_of(run, roles, lambda text: tracker.message(text)))
         resume_collector()
         # Only now: a failed start must not remove an earlier run.
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
@@ -128,10 +129,11 @@ def _lock(run: OnlineRun) -> None:
     write_lock(run.paths.root, run.identity | evaluated, code, step=step)
 
 
-def scorer_of(run: OnlineRun, tell: Callable[[str], None]) -> Scorer:
+def scorer_of(run: OnlineRun, started: OnlineRoles, tell: Callable[[str], None]) -> Scorer:
     """Return the scorer of the run's responses, which reports failures to `tell`."""
     return Scorer(
         run.config.reward,
+        judges=asked_judge(run.models.judge, started),
         tell=tell,
         decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
         needs_environment=run.models.teacher is None and run.config.reward.asks_environment,
@@ -201,6 +203,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **reward_model_fact(models.reward),
+        **({"Judge": models.judge.described} if models.judge else {}),
         **{config.roles[role].title.capitalize(): found.source.pretrain for role, found in frozen.items()},
         **({"Teachers": run.teachers} if run.teachers else {}),
         **(run.student.facts if run.student else {}),

@@ -59,6 +59,7 @@ class OnlineRoles(Started):
             processes,
             [role_plan(config, models, role, total_steps=total_steps, end_ids=end_ids) for role in models.by_role],
             _engine_plan(config, models.policy, backend, processes),
+            judge=_judge_plan(config, models, processes),
             takes_turns=bool(config.placement.deepspeed_enable_sleep),
             borrowed_actor=self._lent_actor.borrowed,
         )
@@ -144,6 +145,8 @@ class OnlineRoles(Started):
         pushed, so that a run with an adapter that vLLM cannot load fails before sampling.
         """
         self.engines.wait_until_built()
+        if self.judge is not None:
+            self.judge.wait_until_built()
         self.engines.connect(self.actor)
         plan, pushes_adapter = self._models.policy.plan, self._config.adapter.lora_push == "adapter"
         # The engines have loaded the model from disk, so an equal policy needs no push.
@@ -226,6 +229,13 @@ def _engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus:
     if has_gpus and config.model.param_dtype == "fp32":
         raise UsageError("--lora_push adapter: on a GPU vLLM requires 16-bit weights; set --param_dtype bf16")
     return vllm_config(plan.config)
+
+
+def _judge_plan(config: OnlineConfig, models: OnlineModels, processes: Processes) -> EnginePlan | None:
+    """Return the plan of a judge's engines, if the run starts a judge."""
+    if models.judge is None:
+        return None
+    return models.judge.plan(processes, config.engine, max_images=config.pictures.max_images_per_prompt)
 
 
 def _engine_plan(config: OnlineConfig, policy: ModelPlan, backend: str, processes: Processes) -> EnginePlan:

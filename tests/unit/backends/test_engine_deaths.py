@@ -84,7 +84,7 @@ def test_an_engine_that_dies_at_prompts_with_pictures_is_replaced_and_answers_as
             started.append(Worker(str(folder), dies=dying and not started))
             return started[-1], FakeCall(lambda: None, waits=False)
 
-        group = EngineGroup(start, num_engines=1, takes_turns=False, sync_backend="shm", ranks_per_engine=1)
+        group = EngineGroup(start, num_engines=1, settings=EngineSettings(max_model_len=16))
         actor = Actor(trainer)
         group.connect(actor)  # type: ignore[arg-type]
         group.receive_weights(VERSION)

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from remote_calls import FakeCall, FakeRay, recorded
 
 from rlhf_cli.backends.rollout import engine_failures, engine_group
-from rlhf_cli.backends.rollout.engine import Arrivals
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup, balanced_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
@@ -35,6 +35,7 @@ class FakeWorker:
     def __init__(self, number, *, dies_in_batch=False):
         self.number, self.dies_in_batch, self.dies_in_push = number, dies_in_batch, False
         self.alive, self.asleep, self.version, self.level = True, False, 0, 0
+        self.tags: list[str] | None = []
         self.share: list[GenerationRequest] = []
         self.done = 0
         self.has_added = False
@@ -85,7 +86,7 @@ class FakeWorker:
         self.asleep, self.level = True, level
 
     def wake(self, tags):
-        self.asleep = self.asleep and tags != ["kv_cache"]
+        self.asleep, self.tags = self.asleep and tags == ["weights"], tags
 
     def check_alive(self):
         pass
@@ -139,7 +140,7 @@ def fake_ray(monkeypatch):
         monkeypatch.setattr(module, "ray", FakeRay())
 
 
-def make_group(backend, *, takes_turns, dying, **options):
+def make_group(backend, *, takes_turns, dying, max_lora_rank=None, **options):
     """Return a group of three engines at VERSION, some of which die in the next batch, and all started engines."""
     started: list[FakeWorker] = []
     present: dict[int, FakeWorker] = {}
@@ -150,9 +151,10 @@ def make_group(backend, *, takes_turns, dying, **options):
         present[number] = worker
         return worker, FakeCall(lambda: None, waits=False)
 
-    group = EngineGroup(
-        start, num_engines=3, takes_turns=takes_turns, sync_backend=backend, ranks_per_engine=1, **options
+    settings = EngineSettings(
+        max_model_len=16, enable_sleep=takes_turns, sync_backend=backend, max_lora_rank=max_lora_rank
     )
+    group = EngineGroup(start, num_engines=3, settings=settings, **options)
     group.connect(FakeActor(present, backend))  # type: ignore[arg-type]
     group.receive_weights(VERSION)
     group.wake_cache()
@@ -285,11 +287,16 @@ def test_engines_that_have_finished_are_not_asked_again_when_another_one_dies():
     assert sorted(found) == [(number, (number, VERSION)) for number in range(len(REQUESTS))]
 
 
-@pytest.mark.parametrize(("adapter_alone", "level"), [(False, 2), (True, 1)])
-def test_engines_drop_their_weights_while_they_sleep_unless_pushes_are_of_an_adapter(adapter_alone, level):
-    group, started = make_group("shm", takes_turns=True, dying=set(), adapter_alone=adapter_alone)
+@pytest.mark.parametrize(
+    ("options", "level", "tags"),
+    [({}, 2, ["kv_cache"]), ({"max_lora_rank": 8}, 1, ["kv_cache"]), ({"keeps_weights": True}, 1, None)],
+)
+def test_engines_drop_their_weights_while_they_sleep_unless_no_push_replaces_them(options, level, tags):
+    group, started = make_group("shm", takes_turns=True, dying=set(), **options)
     group.sleep()
     assert [(worker.asleep, worker.level) for worker in started] == [(True, level)] * 3
+    group.wake_cache()
+    assert [(worker.asleep, worker.tags) for worker in started] == [(False, tags)] * 3
 
 
 def test_an_engine_that_died_has_its_adapter_again_without_an_actor():
@@ -299,7 +306,7 @@ def test_an_engine_that_died_has_its_adapter_again_without_an_actor():
         started.append(FakeWorker(number, dies_in_batch=len(started) == 1))
         return started[-1], FakeCall(lambda: None, waits=False)
 
-    group = EngineGroup(start, num_engines=2, takes_turns=False, sync_backend="shm", ranks_per_engine=1)
+    group = EngineGroup(start, num_engines=2, settings=EngineSettings(max_model_len=16))
     group.take_adapter({"tensors": []}, VERSION)
     assert generated(group) == [(number, VERSION) for number in range(len(REQUESTS))]
     assert [worker.number for worker in started] == [0, 1, 1]

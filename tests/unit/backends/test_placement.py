@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 from online_settings import resolve
 
-from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, check_layout, describe, on_nodes, plan_layout
+from rlhf_cli.backends.cluster.placement import (
+    ENGINE,
+    JUDGE,
+    Layout,
+    Seat,
+    check_layout,
+    describe,
+    on_nodes,
+    plan_layout,
+)
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
@@ -407,3 +416,30 @@ def test_cores_that_others_use_are_said_at_the_start(load, is_said):
     found = load_notice(load, 2)
     assert len(found) == is_said
     assert all(f"load {load:.1f} on 2 cores" in line for line in found)
+
+
+def judge_of(layout: Layout) -> list[list[str]]:
+    return [users_of for users_of in users(layout) if JUDGE in users_of]
+
+
+def test_a_judge_takes_turns_with_engines_that_sleep_or_has_gpus_of_its_own():
+    shared = {"colocate_all_models": True, "vllm_enable_sleep": True, **shape(1, 4, "actor", "ref")}
+    grpo: dict[str, Any] = {"roles": ("actor", "ref"), "engines": 4, "judge": "m"}
+    layout = layout_of([8], **grpo, **shared)
+    assert_sound(layout, [8])
+    assert judge_of(layout) == [["actor", "ref", ENGINE, JUDGE]] * 4
+    wide = layout_of([8], **grpo, **shared, judge_tensor_parallel_size=2)
+    assert [seat.gpus for seat in wide.of(JUDGE)] == [(0, 1), (2, 3)]
+    for own in ({"judge_num_engines": 1}, {"vllm_enable_sleep": False}, {"dynamic_filtering": True}):
+        layout = layout_of([8], **grpo, **shared | own)
+        assert_sound(layout, [8])
+        assert judge_of(layout) == [[JUDGE]]
+        # The actor's GPUs are in the first islands.
+        assert [seat.island for seat in layout.of(JUDGE)] == [1]
+    with pytest.raises(UsageError, match="the judge shares GPUs with the rollout engines, which have fewer on each no"):
+        layout_of([8], **grpo, **shared, judge_tensor_parallel_size=8)
+    with pytest.raises(UsageError, match=r"judge: 3 x 2 GPUs required .* serve the judge elsewhere and set --judge to"):
+        layout_of([4], **grpo, **shared, judge_num_engines=3, judge_tensor_parallel_size=2)
+    apart = layout_of([8, 8], roles=("actor", "ref"), engines=2, judge="m", judge_num_engines=3)
+    assert_sound(apart, [8, 8])
+    assert users(apart) == [["actor"], ["ref"], [ENGINE], [ENGINE], [JUDGE], [JUDGE], [JUDGE]]

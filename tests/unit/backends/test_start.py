@@ -177,3 +177,25 @@ def test_each_role_and_engine_gets_its_settings(tmp_path, tiny_model_dir, monkey
     assert (settings.max_model_len, settings.seed, settings.num_threads) == (2048, 42, 1)
     assert (settings.sync_backend, settings.enable_sleep) == ("shm", False)
     assert settings.gpu_memory_utilization == pytest.approx(0.9)
+
+
+def test_a_judge_that_takes_turns_sleeps_before_engines_measure_memory(tmp_path, tiny_model_dir, monkeypatch):
+    found = started(tmp_path, tiny_model_dir, monkeypatch, gpus=1, **SHARED, judge=tiny_model_dir)
+    of_engines = [event for event in found.events if event.startswith(("judge", "engine"))]
+    assert of_engines == [
+        *(f"judge-0 {event}" for event in ("starts", "build", "is built", "sleep")),
+        *(f"engine-0 {event}" for event in ("starts", "build", "is built")),
+        "judge-0 is built",
+    ]
+    assert found.events.index("ref-0 sleep") < found.events.index("judge-0 starts")
+    settings = found.settings["judge-0"][-1]
+    assert (settings.role, settings.enable_sleep, settings.gpu_memory_utilization) == ("judge", True, 0.6)
+
+
+def test_a_judge_on_its_own_gpus_starts_with_the_engines_and_stays_awake(tmp_path, tiny_model_dir, monkeypatch):
+    found = started(tmp_path, tiny_model_dir, monkeypatch, gpus=8, judge=tiny_model_dir, judge_num_engines="2")
+    assert found.events[:6] == [
+        f"{name} {event}" for name in ("engine-0", "judge-0", "judge-1") for event in ("starts", "build")
+    ]
+    assert not any(event.startswith("judge") and event.endswith("sleep") for event in found.events)
+    assert found.settings["judge-1"][-1].gpu_memory_utilization == pytest.approx(0.9)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from plans import LARGE, plan_config, plan_of
+from plans import LARGE, SMALL, plan_config, plan_of
 
 from rlhf_cli.backends.cluster import ray_cluster
 from rlhf_cli.backends.cluster.default_layout import fill_layout
@@ -21,9 +21,9 @@ from rlhf_cli.planning import hardware as hardware_module
 from rlhf_cli.planning.calibration import calibration_file, key_of, seconds_of
 from rlhf_cli.planning.hardware import GPUS, Hardware, hardware_of_run
 from rlhf_cli.planning.layouts import choose_layout
-from rlhf_cli.planning.memory import USABLE
+from rlhf_cli.planning.memory import GIB, USABLE
 from rlhf_cli.planning.online import layout_needs, online_models
-from rlhf_cli.planning.phases import batching_of
+from rlhf_cli.planning.phases import batching_of, shortage
 from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
 from rlhf_cli.runs.memory import online_workload, shortage_notice
 from rlhf_cli.runs.plan import planner_of
@@ -283,3 +283,56 @@ def test_ray_names_the_kinds_of_gpus(monkeypatch):
     monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: [head, node])
     cluster = ray_cluster._describe_cluster(is_local=False)
     assert (cluster.node_gpus, cluster.gpu_kinds) == ([8, 0], ("H100",))
+
+
+def seats(plan: Plan, role: str) -> list[str]:
+    """Return who shares the GPUs of a role."""
+    return [
+        " + ".join(plan.work.layout.users(seat.island, gpu)) for seat in plan.work.layout.of(role) for gpu in seat.gpus
+    ]
+
+
+def test_a_judge_model_is_placed_and_its_weights_and_cache_are_planned():
+    judge = {"pretrain": SMALL, "judge": LARGE, "n_samples_per_prompt": 8}
+    plan = plan_of("grpo", num_gpus=4, **judge)
+    assert seats(plan, "judge") == ["actor + ref + engine + judge"] * 4
+    (gpu,) = plan.gpus
+    weights = 7.6e9 * 2
+    assert gpu.phases["judge"]["weights"] == pytest.approx(weights, rel=0.02)
+    assert gpu.phases["judge"]["cache"] > 20 * GIB
+    # Asleep, a judge keeps only its process on the GPU, and its weights in host memory.
+    assert gpu.phases["generate"]["weights"] < weights / 4
+    assert plan.host["sleeping judge"] == pytest.approx(4 * weights, rel=0.02)
+    assert seats(plan_of("grpo", num_gpus=4, async_train="true", **judge), "judge") == ["judge"]
+    filtering = plan_of("grpo", num_gpus=4, dynamic_filtering="true", **judge)
+    assert seats(filtering, "judge") == ["judge"]
+    assert "sleeping judge" not in filtering.host
+    assert filtering.work.layout.num_gpus == 4
+    large = plan_of("grpo", num_gpus=8, judge_num_engines=2, judge_tensor_parallel_size=2, **judge)
+    assert seats(large, "judge") == ["judge"] * 4
+    assert seats(large, "actor") == ["actor + ref + engine"] * 4
+
+
+def test_a_judge_that_does_not_fit_is_named():
+    plan = plan_of("grpo", pretrain=SMALL, judge="Qwen/Qwen2.5-32B", gpu="rtx4090", num_gpus=1)
+    assert not plan.fits
+    assert shortage(plan.work, plan.gpus, plan.host).startswith(
+        "a judge on 1 GPU has no room for a question and answer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "judges"), [(1, ["engine + judge"], ["engine + judge"]), (4, ["engine"] * 3, ["judge"])]
+)
+def test_a_judge_of_generate_has_its_own_gpu_if_there_is_one(gpus, engines, judges):
+    plan = plan_of("generate", pretrain=SMALL, judge=LARGE, num_gpus=gpus, prompt_data="x")
+    assert (seats(plan, ENGINE), seats(plan, "judge")) == (engines, judges)
+    assert plan.fits
+
+
+def test_a_judge_on_a_cpu_adds_its_weights_and_a_process():
+    plans = [plan_of("grpo", pretrain=SMALL, gpu="cpu", **judge) for judge in ({}, {"judge": SMALL})]
+    added = {name: plans[1].host[name] - plans[0].host[name] for name in ("models", "processes")}
+    assert added["models"] > 1.5e9 * 2
+    assert added["processes"] > GIB / 2
+    assert "judge" in [seat.role for seat in plans[1].work.layout.seats]

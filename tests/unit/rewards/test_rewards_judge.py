@@ -1,5 +1,7 @@
 """Judges behind chat endpoints, tested with real HTTP servers in this process."""
 
+import base64
+import io
 import json
 import threading
 import time
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 from http_servers import HANG_UP, Answer, Server, dead_url, running
 from judge_answers import MODELS, part_of, question_in, says, verdict
+from PIL import Image
 from pydantic import ValidationError
 from server_requests import request
 
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.vision.pictures import Picture
+from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.rewards.judge.template import filled, read_template
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import state
@@ -168,6 +171,10 @@ def test_a_judge_that_thinks_first_is_read_to_its_end(server):
     )
     (score,) = judged(config(server))
     assert score.judgements == [{"score": 0.8, "reason": 'a {"b"}'}]
+    # JSON forbids line ends in texts, but models write them.
+    server.answer = lambda _: says('{"reason": "a\nb\x1f", "score": 8}')
+    (score,) = judged(config(server))
+    assert score.judgements == [{"score": 0.8, "reason": "a\nb\x1f"}]
 
 
 def test_a_slow_judge_has_failed_after_its_timeout(server):
@@ -246,11 +253,29 @@ def test_what_is_wrong_with_a_judge_is_said_before_anything_starts(server):
         )
 
 
-def test_a_prompt_with_images_is_judged_by_its_text_and_that_is_said_once(server, caplog):
-    image = Picture("digest", 2, 2, lambda: np.zeros((2, 2, 3), np.uint8))
-    scores = judged(config(server), *(replace(request(text), pictures=(image,)) for text in ("a", "b")))
-    assert [score.value for score in scores] == [0.7, 0.7]
-    assert caplog.text.count(f"the judge {server.base} does not support images: it scores text only") == 1
+def test_images_of_the_prompt_are_sent_and_a_judge_that_refuses_them_is_refused(server, tmp_path):
+    colors = ("red", "blue")
+    pictures = tuple(picture_of_pixels(color, np.asarray(Image.new("RGB", (2, 3), color))) for color in colors)
+    pictured = replace(request("it is <image>"), pictures=pictures)
+    settings = config(server, judge_cache=str(tmp_path / "verdicts.db"))
+    fewer = replace(pictured, group="other", pictures=pictures[:1])
+    assert [score.value for score in judged(settings, pictured, fewer)] == [0.7, 0.7]
+    assert [score.value for score in judged(settings, pictured, fewer)] == [0.7, 0.7]
+    contents = {len(body["messages"][0]["content"]): body["messages"][0]["content"] for body in server.asked}
+    assert len(server.asked) == 2, "equal images are known, others are another question"
+    *images, text = contents[3]
+    assert text["type"] == "text"
+    assert "Judge how well" in text["text"]
+    heads = [image["image_url"]["url"].partition(",") for image in images]
+    assert [head for head, _, _ in heads] == ["data:image/png;base64"] * 2
+    sent = [Image.open(io.BytesIO(base64.b64decode(file))) for _, _, file in heads]
+    assert [image.getpixel((0, 0)) for image in sent] == [(255, 0, 0), (0, 0, 255)]
+    server.answer = lambda _: (400, b'{"error": {"message": "this is not a multimodal model"}}', {})
+    with Scorer(config(server)) as scorer:
+        assert refused(lambda: scorer.try_judge([pictured])) == (
+            f"--judge: judge {server.base} returned status 400: this is not a multimodal model; the prompt has images, "
+            "so use a judge that reads images"
+        )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +299,30 @@ def test_bad_templates_are_refused(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"judge": ["Qwen/Qwen3-8B"]}, "'Qwen/Qwen3-8B' is no URL, and judge models are not started by this command"),
+        ({"judge": ["localhost:8000/v1"]}, "'localhost:8000/v1' is no URL: set http://localhost:8000/v1"),
+        (
+            {"judge": ["http://h/v1", "Qwen/Qwen3-8B"]},
+            "'Qwen/Qwen3-8B' is a model, which is the only judge of a command",
+        ),
+        ({"judge": ["Qwen/Qwen3-8B"], "judge_timeout": 3.0}, "judge_timeout needs --judge http://HOST/v1"),
+        ({"judge": ["http://h/v1"], "judge_max_len": 64}, "judge_max_len needs --judge MODEL"),
+        (
+            {"judge": ["m"], "judge_args": '{"user": "me"}'},
+            "judge_args: 'user' is unknown for a judge model: use temperat",
+        ),
+        (
+            {"judge": ["m"], "judge_args": '{"max_tokens": 0.5}'},
+            "judge_args: 'max_tokens' is 0.5, not a number of tokens",
+        ),
+        ({"judge": ["m"], "judge_args": '{"top_p": 0.5}'}, "judge_args: top_p has no effect with temperature 0"),
+        (
+            {"judge": ["m"], "judge_args": '{"temperature": 9}'},
+            "judge_args: 'temperature': Input should be less than or",
+        ),
+        (
+            {"judge": ["m"], "judge_args": '{"response_format": {}}'},
+            "'response_format' of a judge model is set by the p",
+        ),
         ({"judge": ["ftp://a"]}, "does not begin with http:// or https://"),
         ({"judge": ["http://me:secret@a/v1"]}, "has a name or password in it"),
         ({"judge": ["http://a/v1", "http://a/v1/chat/completions"]}, "lists a judge twice"),

@@ -149,6 +149,10 @@ class FakeEngines:
         self.batches = []
         self.end_ids = set()
 
+    def wake_cache(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
     def begin(self, requests, sampling):
         self.batches.append(len(requests))
         self.end_ids.add(sampling.end_ids)

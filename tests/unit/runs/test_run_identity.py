@@ -49,11 +49,11 @@ ROWS["rm"], ROWS["distill"] = ROWS["dpo"], ROWS["sft"]
 MODEL = "model.safetensors"
 OF_EVERY_ONLINE_COMMAND = """
     actor_learning_rate adam_betas adam_eps aux_loss_coef ema_beta enable_ema environment judge template
-    judge_args judge_method judge_model judge_rubric_key judge_score_range judge_weight judges l2 lr_scheduler
-    lr_warmup_ratio max_new_tokens max_staleness max_turns min_lr_ratio min_p n_samples_per_prompt normalize_reward
-    optim remote_rm_weight reward servers reward_by_source reward_func reward_func_args reward_func_weight
-    reward_funcs reward_key reward_model_weight reward_weights rollout_batch_size rollout_seed seed stop temperature
-    top_k top_p train_batch_size warmup_steps
+    judge_args judge_max_len judge_method judge_model judge_rubric_key judge_score_range judge_weight judges l2
+    lr_scheduler lr_warmup_ratio max_new_tokens max_staleness max_turns min_lr_ratio min_p n_samples_per_prompt
+    normalize_reward optim remote_rm_weight reward servers reward_by_source reward_func reward_func_args
+    reward_func_weight reward_funcs reward_key reward_model_weight reward_weights rollout_batch_size rollout_seed
+    seed stop temperature top_k top_p train_batch_size warmup_steps
 """
 OF_A_POLICY_GRADIENT = """
     cispo_eps_high clip_cov_range clip_cov_ratio correct_nll_coef distill_coef dppo_delta_low_high dual_clip
