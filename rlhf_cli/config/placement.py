@@ -34,8 +34,8 @@ class LayoutSettings:
     - `pairs`: pairs of roles that share GPUs, including roles that are not in the run.
     - `together`: whether all roles and engines share GPUs.
     - `engine_size`: GPUs per engine, 1 if None.
-    - `judge`: number of judge engines, and GPUs per engine. If the number is None, they take turns with rollout engines
-      that share GPUs and sleep; otherwise it is 1. None without a judge model.
+    - `judge`: (judge engines, GPUs per engine). If the first is None, judge and sleeping rollout engines take turns on
+      shared GPUs; on separate ones it is 1. None without a judge model.
     - `models_sleep`, `engines_sleep`: whether idle models and engines leave their GPUs.
     - `is_open`: whether no number of nodes, GPUs or engines is set.
 
@@ -62,7 +62,7 @@ class LayoutSettings:
 
     @property
     def own_judge(self) -> tuple[int, int] | None:
-        """Number of judge engines and GPUs per engine, if they use separate GPUs; None if they take turns."""
+        """(Judge engines, GPUs per engine) on separate GPUs; None if they take turns with rollout engines."""
         if self.judge is None or (self.together and self.engines_sleep and self.judge[0] is None):
             return None
         return self.judge[0] or 1, self.judge[1]

@@ -26,7 +26,7 @@ _FIXED_BY_JUDGE = ("messages", "model", "n", "stream")
 """Keys of a request to a judge that judge_args must not change."""
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 _OF_MODEL = (*_OF_SAMPLING, "max_tokens", "chat_template_kwargs", "response_format")
-"""Keys of judge_args for a judge model that the command starts."""
+"""Keys that judge_args may have for a judge model."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
 _STARTED = Needs("judge", ("MODEL",), when="starts_judge")
 _ENDPOINTS = Needs("judge", ("http://HOST/v1",), when="asks_endpoints")
@@ -110,13 +110,13 @@ class RewardConfig(SettingsGroup):
     1. An answer without a valid verdict is a failed reward.
     """
     judge_max_len: Annotated[int | None, _STARTED] = Field(None, gt=0)
-    """Maximum length of question plus answer in tokens. Default: 8192, or the model's positions if fewer."""
+    """Maximum tokens per question with answer. Default: 8192, or the model's positions if fewer."""
     judge_num_engines: Annotated[int | None, _STARTED] = Field(None, gt=0)
     """Number of judge engines, on separate GPUs. Default: the judge uses the rollout engines' GPUs while they sleep, if
     models and engines take turns; otherwise 1.
     """
     judge_tensor_parallel_size: Annotated[int, _STARTED] = Field(1, gt=0)
-    """Tensor parallel size of judge engines."""
+    """Tensor parallel size per judge engine."""
     judge_model: Annotated[str | None, _ENDPOINTS] = None
     """Model name in requests to judges. Default: the only model that the endpoint lists."""
     judge_weight: Annotated[float, Needs("judge")] = 1.0
