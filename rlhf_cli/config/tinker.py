@@ -1,10 +1,10 @@
 """Settings for `rlhf serve-tinker`: the served model, its adapters and the address."""
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.serve import AddressConfig
 
 TINKER_KEY = "TINKER_API_KEY"
@@ -24,6 +24,12 @@ class TinkerModelConfig(SettingsGroup):
     """Name by which clients select the model (base_model), such as Qwen/Qwen3-8B. Default: --pretrain."""
     lora_alpha: int = Field(32, gt=0)
     """LoRA scaling: the output of adapters is multiplied by lora_alpha / rank. Clients choose the rank."""
+    lora_push: Literal["merged", "adapter"] = "merged"
+    """Weights pushed to the engine before it samples from a checkpoint: the merged model, or only the adapter, which
+    vLLM applies during generation. Adapter pushes are small, but generation is slightly slower.
+    """
+    max_lora_rank: Annotated[int, Needs("lora_push", ("adapter",))] = Field(64, gt=0, le=512)
+    """Highest rank that clients may choose; vLLM reserves memory for it."""
     max_len: int | None = Field(None, gt=1)
     """Maximum length in tokens of a training sequence, and of a prompt with its response. Default: the positions of the
     model, at most 8192.

@@ -15,9 +15,21 @@ from tinker_server import KEY, NAME, TinkerServer, output, sampled, training_req
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_samples_of_vllm_agree_with_the_trainer_after_training(tmp_path: Path):
+@pytest.mark.parametrize("push", ["merged", "adapter"])
+def test_samples_of_vllm_agree_with_the_trainer_after_training(tmp_path: Path, push: str):
     model = make_engine_model(tmp_path / "model")
-    words = ["--pretrain", model, "--model_name", NAME, "--output", str(tmp_path / "out"), "--port", "0"]
+    words = [
+        "--pretrain",
+        model,
+        "--model_name",
+        NAME,
+        "--output",
+        str(tmp_path / "out"),
+        "--port",
+        "0",
+        "--lora_push",
+        push,
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf_cli", "serve-tinker", *words, "--param_dtype", "fp32"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TINKER_API_KEY": KEY},
@@ -31,6 +43,9 @@ def test_samples_of_vllm_agree_with_the_trainer_after_training(tmp_path: Path):
         server = TinkerServer(found[1])
         session = server.session()
         trained = server.model(session, rank=8)
+        if push == "adapter":
+            body = {"session_id": session, "model_seq_id": 1, "base_model": NAME, "lora_config": {"rank": 65}}
+            assert "rank 65 is above 64 (--max_lora_rank)" in server.result("create_model", body)["error"]
         for seq in (1, 3, 5):
             server.result("forward_backward", training_request(trained, seq))
             adam = {"model_id": trained, "seq_id": seq + 1, "adam_params": {"learning_rate": 1e-2}}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rlhf_cli.algorithms.tinker_losses import TARGETS, TinkerLoss
+from rlhf_cli.backends.weight_sync.adapter_push import vllm_config
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack, plan_packs
 from rlhf_cli.errors import UsageError
@@ -209,10 +210,22 @@ class AdapterTrainer:
 
     def write(self, adapter: Adapter, folder: Path, tokenizer: Any) -> None:
         """Write an adapter folder that PEFT loads."""
-        config = self.hf_model.peft_config[ACTIVE]
-        config.r, config.lora_alpha = adapter.shape.rank, adapter.shape.alpha
+        self._describe(adapter.shape.rank, adapter.shape.alpha)
         factors = {name: parameter.detach() for name, parameter in adapter.factors.items()}
         save_adapter(self.hf_model, tokenizer, folder, state_dict=factors)
+
+    def _describe(self, rank: int, alpha: float) -> object:
+        """Return PEFT's configuration with this rank and scale."""
+        config = self.hf_model.peft_config[ACTIVE]
+        config.r, config.lora_alpha = rank, alpha
+        return config
+
+    def vllm_config(self, weights: AdapterWeights) -> dict[str, object]:
+        """Return the configuration with which vLLM applies an adapter; {} for the base model."""
+        if not weights.factors:
+            return {}
+        rank = next(len(factor) for name, factor in weights.factors.items() if ".lora_A." in name)
+        return vllm_config(self._describe(rank, weights.alpha))
 
     def engine_weights(self, weights: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full weights with the adapter merged, under checkpoint names."""

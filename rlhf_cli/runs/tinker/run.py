@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.rollout.backend_choice import described, rollout_backend
 from rlhf_cli.backends.rollout.engine import RolloutEngine, engine_settings
 from rlhf_cli.backends.rollout.engine_host import make_engine
 from rlhf_cli.backends.training.adapter_trainer import AdapterTrainer
+from rlhf_cli.backends.weight_sync.adapter_push import VLLM_RANKS, adapter_manifest
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.commands.serve_tinker import ServeTinkerConfig
@@ -27,6 +29,7 @@ from rlhf_cli.models.positions import known_positions
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.rewards.server.app import StoppableServer
 from rlhf_cli.rewards.server.connections import BoundedConnection
+from rlhf_cli.runs.inference.model_groups import ARCHITECTURES
 from rlhf_cli.runs.server_address import address_of, listening, server_key
 from rlhf_cli.runs.tinker.app import tinker_app
 from rlhf_cli.runs.tinker.checkpoints import Checkpoints, SavedWeights
@@ -76,12 +79,14 @@ async def running_service(config: ServeTinkerConfig) -> AsyncIterator[Service]:
         )
     found = find_model(config.model)
     refuse_classifier(found.architecture, f"--pretrain {config.model.pretrain!r}")
+    backend = rollout_backend(config.engine, found.architecture)
+    check_push(config, found, backend)
     served = _served_model(config, found)
     thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
     sender = WeightSender(ShmTransport())
     async with AsyncExitStack() as stack:
         # Before the trainer: the engine measures how much GPU memory is free.
-        engine = _engine(config, found, served.max_len)
+        engine = _engine(config, found, backend, served)
         stack.push_async_callback(engine.shutdown)
         stack.callback(sender.close)
         stack.callback(thread.shutdown, cancel_futures=True)
@@ -92,7 +97,10 @@ async def running_service(config: ServeTinkerConfig) -> AsyncIterator[Service]:
 
         async def push(engine: RolloutEngine, saved: SavedWeights | None, version: int) -> None:
             def send() -> dict[str, object]:
-                manifest = sender.send(trainer.engine_weights(service.loaded(saved)), version).manifest
+                weights = service.loaded(saved)
+                if served.max_rank is not None:
+                    return adapter_manifest(weights.factors.items(), trainer.vllm_config(weights), version=version)
+                manifest = sender.send(trainer.engine_weights(weights), version).manifest
                 assert manifest is not None, "this transport always returns one"
                 return manifest
 
@@ -136,21 +144,35 @@ def _served_model(config: ServeTinkerConfig, found: FoundModel) -> ServedModel:
         vocab_size=found.architecture.get_text_config().vocab_size,
         max_len=longest,
         max_models=adapters.max_models,
+        max_rank=adapters.max_lora_rank if adapters.lora_push == "adapter" else None,
         max_snapshots=adapters.max_snapshots,
         lora_alpha=adapters.lora_alpha,
         seed=adapters.seed,
     )
 
 
-def _engine(config: ServeTinkerConfig, found: FoundModel, max_len: int) -> RolloutEngine:
-    backend = rollout_backend(config.engine, found.architecture)
+def check_push(config: ServeTinkerConfig, found: FoundModel, backend: str) -> None:
+    """Raise UsageError if the engine cannot apply adapters to the model."""
+    if config.adapters.lora_push == "merged":
+        return
+    kind = (found.architecture.architectures or [found.architecture.model_type])[0]
+    if backend != "vllm":
+        raise UsageError(f"--lora_push adapter requires vLLM; --rollout_backend {backend} supports only merged")
+    if kind not in ARCHITECTURES:
+        raise UsageError(f"--lora_push adapter does not support {kind}; use --lora_push merged")
+    if may_have_gpus() and config.model.param_dtype == "fp32":
+        raise UsageError("--lora_push adapter: on a GPU vLLM requires 16-bit weights; set --param_dtype bf16")
+
+
+def _engine(config: ServeTinkerConfig, found: FoundModel, backend: str, served: ServedModel) -> RolloutEngine:
     print(f"Engine: {described(config.engine, backend)}", flush=True)
     settings = engine_settings(
         config.engine,
         config.model,
         PicturesConfig(),
-        max_model_len=max_len,
+        max_model_len=served.max_len,
         seed=config.adapters.seed,
+        max_lora_rank=served.max_rank and next(rank for rank in VLLM_RANKS if rank >= served.max_rank),
         gpu_memory_utilization=config.engine.vllm_gpu_memory_utilization or _SHARED_GPU,
     )
     return make_engine(backend, found.path, settings)

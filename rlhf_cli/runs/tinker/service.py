@@ -46,6 +46,7 @@ class ServedModel:
     - `name`: its name for clients. `tokenizer_id`: folder or Hub name of its tokenizer.
     - `max_len`: tokens of a sequence, or of a prompt with its response.
     - `max_models`: models in training. `max_snapshots`: unnamed sampler checkpoints of each.
+    - `max_rank`: highest rank of an adapter, None without a limit.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ServedModel:
     max_len: int
     max_models: int
     max_snapshots: int
+    max_rank: int | None
     lora_alpha: int
     seed: int
 
@@ -157,6 +159,8 @@ class Service:
                 f"this server has {len(self._models)} models in training, the limit: finish another session "
                 "(ServiceClient.close), or raise --max_models"
             )
+        if self.served.max_rank is not None and shape.rank > self.served.max_rank:
+            raise UsageError(f"rank {shape.rank} is above {self.served.max_rank} (--max_lora_rank)")
         model = self._models[model_id] = _Model(self._trainer.new_adapter(shape), user_metadata)
         return model
 

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tinker_server import KEY, NAME, TRAINED, TinkerServer, output, sampled, tinker_server, training_request
+from transformers import PretrainedConfig
 
 from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.commands.serve_tinker import ServeTinkerConfig
 from rlhf_cli.config.tinker import TinkerServerConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.runs.server_address import server_key
 from rlhf_cli.runs.tinker.checkpoints import CheckpointPath, SavedWeights
-from rlhf_cli.runs.tinker.run import running_service
+from rlhf_cli.runs.tinker.run import check_push, running_service
 from rlhf_cli.runs.tinker.sampler import Sampler
 from rlhf_cli.runs.tinker.wire import SampledTokens, read_forward_backward, sample_response
 
@@ -445,6 +447,20 @@ def test_an_adapter_is_no_base_model(tmp_path):
 def test_a_length_beyond_the_models_positions_is_refused(tiny_llama_dir, tmp_path):
     with pytest.raises(UsageError, match="--max_len 1000 exceeds the 512 positions of the model"):
         asyncio.run(_started(tiny_llama_dir, tmp_path / "out", max_len=1000))
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "message"),
+    [
+        ("transformers", "LlamaForCausalLM", "requires vLLM; --rollout_backend transformers supports only merged"),
+        ("vllm", "GptOssForCausalLM", "does not support GptOssForCausalLM; use --lora_push merged"),
+    ],
+)
+def test_adapter_pushes_need_an_engine_that_applies_adapters(backend, kind, message):
+    config = ServeTinkerConfig(model={"pretrain": "model"}, adapters={"lora_push": "adapter"})
+    found = FoundModel("model", PretrainedConfig(architectures=[kind]))
+    with pytest.raises(UsageError, match=message):
+        check_push(config, found, backend)
 
 
 async def _started(model: str, output: Path, **settings: Any) -> None:
