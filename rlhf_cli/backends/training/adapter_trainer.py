@@ -7,6 +7,7 @@ memory is one base model plus the adapters. Factors are float32, also on a 16-bi
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ class AdapterTrainer:
     def forward_backward(
         self, adapter: Adapter, data: Sequence[Datum], loss: TinkerLoss, config: Mapping[str, float], *, backward: bool
     ) -> tuple[list[np.ndarray], float]:
-        """Compute the loss, and with `backward` add its gradient to that of the adapter.
+        """Compute the loss, and with `backward` add its gradient to that of the adapter. A failed request adds nothing.
 
         Returns the log-probs of the targets (nats, float32, with the shape of each `target_tokens`) and the sum of the
         loss over all tokens.
@@ -153,7 +154,7 @@ class AdapterTrainer:
         found: dict[int, np.ndarray] = {}
         total = 0.0
         self._policy.train(backward)
-        with torch.set_grad_enabled(backward):
+        with _gradients_kept(adapter), torch.set_grad_enabled(backward):
             for members in plan:
                 chosen = [data[number] for number in members]
                 logprobs = self._logprobs(chosen)
@@ -252,6 +253,18 @@ class AdapterTrainer:
         adapter.optimizer = torch.optim.AdamW(adapter.trained)
         if optimizer is not None:
             adapter.optimizer.load_state_dict(dict(optimizer))
+
+
+@contextmanager
+def _gradients_kept(adapter: Adapter) -> Iterator[None]:
+    """Restore the gradient if the block fails: it would contain a part of the request."""
+    before = [None if parameter.grad is None else parameter.grad.clone() for parameter in adapter.trained]
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(adapter.trained, before, strict=True):
+            parameter.grad = gradient
+        raise
 
 
 def target_pack(data: Sequence[Datum]) -> Pack:

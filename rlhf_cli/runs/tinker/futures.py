@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError, UsageError, full_memory
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ async def _guarded(request_id: str, work: Work) -> Result:
         logger.error("%s: %s", request_id, error)
         return failed(str(error), "server")
     except Exception as error:
+        if (kind := full_memory(error)) is not None:
+            return failed(f"out of {kind}: lower --max_tokens_per_gpu, or set --gradient_checkpointing", "server")
         logger.exception("%s failed", request_id)
         return failed(f"unexpected {type(error).__name__}: {str(error)[:300]}", "server")
 

@@ -103,6 +103,26 @@ def test_gradients_of_several_requests_add_up_to_those_of_one(trainer):
         torch.testing.assert_close(gradients(apart)[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_a_request_that_fails_adds_no_part_of_its_gradient(trainer, monkeypatch):
+    adapter = trained(trainer, AdapterShape(2, 16))
+    backward(trainer, adapter, DATA[:1])
+    before = gradients(adapter)
+    policy, calls = trainer._policy.forward, []
+
+    def forward(*inputs, **options):
+        calls.append(inputs)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA out of memory")
+        return policy(*inputs, **options)
+
+    monkeypatch.setattr(trainer._policy, "forward", forward)
+    with pytest.raises(RuntimeError):
+        backward(trainer, adapter)
+    after = gradients(adapter)
+    assert len(calls) == 2
+    assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
+
+
 def test_a_step_is_that_of_adamw(trainer):
     adapter = trained(trainer, AdapterShape(2, 16, seed=1), steps=1)
     start = {name: factor.detach().clone().requires_grad_() for name, factor in adapter.factors.items()}

@@ -18,6 +18,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.runs.server_address import server_key
 from rlhf_cli.runs.tinker.checkpoints import CheckpointPath, SavedWeights
+from rlhf_cli.runs.tinker.futures import Futures, Result
 from rlhf_cli.runs.tinker.run import check_push, running_service
 from rlhf_cli.runs.tinker.sampler import Sampler
 from rlhf_cli.runs.tinker.wire import SampledTokens, read_forward_backward, sample_response
@@ -447,6 +448,21 @@ def test_an_adapter_is_no_base_model(tmp_path):
 def test_a_length_beyond_the_models_positions_is_refused(tiny_llama_dir, tmp_path):
     with pytest.raises(UsageError, match="--max_len 1000 exceeds the 512 positions of the model"):
         asyncio.run(_started(tiny_llama_dir, tmp_path / "out", max_len=1000))
+
+
+def test_full_memory_is_named_with_the_settings_that_help():
+    async def run() -> Result | None:
+        async def work() -> Result:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+        futures = Futures()
+        futures.start("a:1", work)
+        return await futures.result("a:1", seconds=5)
+
+    found = asyncio.run(run())
+    assert found is not None
+    sentence = "out of GPU memory: lower --max_tokens_per_gpu, or set --gradient_checkpointing"
+    assert found.content == {"error": sentence, "category": "server"}
 
 
 @pytest.mark.parametrize(
