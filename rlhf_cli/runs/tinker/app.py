@@ -150,8 +150,8 @@ async def _capabilities(request: Request) -> dict[str, object]:
 
 @_OF_CLIENTS.post("/create_session")
 async def _create_session(request: Request) -> dict[str, object]:
-    body = await _read(request, CreateSession)
-    session_id = _service(request).create_session(body.user_metadata)
+    await _read(request, CreateSession)
+    session_id = _service(request).create_session()
     return {"type": "create_session", "session_id": session_id, "info_message": _NOTE}
 
 

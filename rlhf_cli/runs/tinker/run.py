@@ -34,7 +34,8 @@ from rlhf_cli.runs.server_address import address_of, listening, server_key
 from rlhf_cli.runs.tinker.app import tinker_app
 from rlhf_cli.runs.tinker.checkpoints import Checkpoints, SavedWeights
 from rlhf_cli.runs.tinker.sampler import Sampler
-from rlhf_cli.runs.tinker.service import ServedModel, Service
+from rlhf_cli.runs.tinker.service import Service
+from rlhf_cli.runs.tinker.state import ServedModel
 
 _SHARED_GPU = 0.6
 """Fraction of GPU memory for the engine, which shares the GPU with the trainer."""

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -15,12 +14,12 @@ from uuid import uuid4
 import numpy as np
 
 from rlhf_cli.algorithms.tinker_losses import tinker_loss
-from rlhf_cli.backends.training.adapter_trainer import Adapter, AdapterShape, AdapterTrainer, AdapterWeights
+from rlhf_cli.backends.training.adapter_trainer import AdapterShape, AdapterTrainer, AdapterWeights
 from rlhf_cli.data.rollouts import GenerationRequest, scattered_seed
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.tinker.checkpoints import SAMPLER, STATES, CheckpointPath, Checkpoints, SavedWeights, write_factors
 from rlhf_cli.runs.tinker.datums import check_datum, check_tokens
-from rlhf_cli.runs.tinker.futures import Futures, Result, Turns
+from rlhf_cli.runs.tinker.futures import Futures, Result
 from rlhf_cli.runs.tinker.requests import (
     CreateModel,
     CreateSamplingSession,
@@ -32,63 +31,10 @@ from rlhf_cli.runs.tinker.requests import (
     SaveWeightsForSampler,
 )
 from rlhf_cli.runs.tinker.sampler import Sampler
+from rlhf_cli.runs.tinker.state import SampledFrom, ServedModel, Session, TrainedModel
 from rlhf_cli.runs.tinker.wire import ForwardBackwardRequest, SampledTokens, forward_backward_output, sample_response
 
-_SILENT_SECONDS = 120.0
-"""A session without a heartbeat for this long has ended. Clients send one every 10 seconds."""
 _Found = TypeVar("_Found")
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """The base model as clients see it, and the limits.
-
-    - `name`: its name for clients. `tokenizer_id`: folder or Hub name of its tokenizer.
-    - `max_len`: tokens of a sequence, or of a prompt with its response.
-    - `max_models`: models in training. `max_snapshots`: unnamed sampler checkpoints of each.
-    - `max_rank`: highest rank of an adapter, None without a limit.
-    """
-
-    name: str
-    tokenizer_id: str
-    tokenizer: Any
-    vocab_size: int
-    max_len: int
-    max_models: int
-    max_snapshots: int
-    max_rank: int | None
-    lora_alpha: int
-    seed: int
-
-
-@dataclass
-class _Session:
-    user_metadata: dict[str, object] | None
-    heard: float = field(default_factory=time.monotonic)
-    is_finished: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_finished or time.monotonic() - self.heard > _SILENT_SECONDS
-
-
-@dataclass
-class _Model:
-    """A model in training. `inflight` is the checkpoint of its sampling sessions of the kind `inflight`."""
-
-    adapter: Adapter
-    user_metadata: dict[str, object] | None
-    turns: Turns = field(default_factory=Turns)
-    inflight: CheckpointPath | None = None
-    used: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """Weights of a sampling session: a checkpoint, the latest inflight one of a model, or the base model."""
-
-    path: CheckpointPath | None = None
-    inflight_of: str | None = None
 
 
 class Service:
@@ -106,9 +52,9 @@ class Service:
         """`thread` is the trainer's thread."""
         self.futures, self.checkpoints, self.served = Futures(), checkpoints, served
         self._trainer, self._sampler, self._thread = trainer, sampler, thread
-        self._sessions: dict[str, _Session] = {}
-        self._models: dict[str, _Model] = {}
-        self._samplers: dict[str, _Weights] = {}
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, TrainedModel] = {}
+        self._samplers: dict[str, SampledFrom] = {}
         self._loaded: tuple[SavedWeights, AdapterWeights] | None = None
         self._num_sampled = 0
         self._num_created = 0
@@ -116,13 +62,13 @@ class Service:
     async def _on_trainer(self, work: Callable[[], _Found]) -> _Found:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def create_session(self, user_metadata: dict[str, object] | None) -> str:
+    def create_session(self) -> str:
         """Start a session and return its ID."""
         session_id = uuid4().hex
-        self._sessions[session_id] = _Session(user_metadata)
+        self._sessions[session_id] = Session()
         return session_id
 
-    def session(self, session_id: str) -> _Session:
+    def session(self, session_id: str) -> Session:
         """Return a session and note that its client is alive."""
         found = self._sessions.get(session_id)
         if found is None or found.is_finished:
@@ -142,7 +88,7 @@ class Service:
                 "--model_name sets its name)"
             )
 
-    def model(self, model_id: str) -> _Model:
+    def model(self, model_id: str) -> TrainedModel:
         """Return a model in training."""
         found = self._models.get(model_id)
         if found is None:
@@ -150,10 +96,16 @@ class Service:
         found.used = time.time()
         return found
 
-    def _new_model(self, model_id: str, shape: AdapterShape, user_metadata: dict[str, object] | None) -> _Model:
+    def _make_room(self) -> None:
+        """Remove models of sessions that are over, the oldest first, until another one fits."""
         over = [name for name in self._models if self._sessions[name.partition(":")[0]].is_over]
         while len(self._models) >= self.served.max_models and over:
-            self._models.pop(over.pop(0))
+            name = over.pop(0)
+            self._models.pop(name)
+            self.futures.drop(f"{name}:")
+
+    def _new_model(self, model_id: str, shape: AdapterShape, user_metadata: dict[str, object] | None) -> TrainedModel:
+        """Create a model. Runs on the trainer's thread."""
         if len(self._models) >= self.served.max_models:
             raise UsageError(
                 f"this server has {len(self._models)} models in training, the limit: finish another session "
@@ -161,7 +113,7 @@ class Service:
             )
         if self.served.max_rank is not None and shape.rank > self.served.max_rank:
             raise UsageError(f"rank {shape.rank} is above {self.served.max_rank} (--max_lora_rank)")
-        model = self._models[model_id] = _Model(self._trainer.new_adapter(shape), user_metadata)
+        model = self._models[model_id] = TrainedModel(self._trainer.new_adapter(shape), user_metadata)
         return model
 
     def _shape(self, lora: LoraShape | None) -> AdapterShape:
@@ -181,13 +133,14 @@ class Service:
         shape = self._shape(request.lora_config)
 
         async def create() -> Result:
+            self._make_room()
             await self._on_trainer(lambda: self._new_model(model_id, shape, request.user_metadata))
             return Result({"type": "create_model", "model_id": model_id})
 
         self.futures.start(model_id, create)
         return model_id
 
-    def _operate(self, model_id: str, seq_id: int | None, work: Callable[[_Model], Result]) -> str:
+    def _operate(self, model_id: str, seq_id: int | None, work: Callable[[TrainedModel], Result]) -> str:
         """Run work on a model in its turn. Returns the request ID."""
         model = self.model(model_id)
         self.session(model_id.partition(":")[0])
@@ -206,7 +159,7 @@ class Service:
     def forward_backward(self, request: ForwardBackwardRequest) -> str:
         """Queue a forward pass, with a backward pass unless `forward_only`."""
 
-        def run(model: _Model) -> Result:
+        def run(model: TrainedModel) -> Result:
             loss = tinker_loss(request.loss_fn)
             config = loss.config(request.loss_fn, request.loss_fn_config)
             if not request.data:
@@ -225,7 +178,7 @@ class Service:
     def optim_step(self, request: OptimStep) -> str:
         """Queue an optimizer step."""
 
-        def run(model: _Model) -> Result:
+        def run(model: TrainedModel) -> Result:
             return Result({"metrics": self._trainer.optim_step(model.adapter, request.adam_params.step)})
 
         return self._operate(request.model_id, request.seq_id, run)
@@ -233,7 +186,7 @@ class Service:
     def save_weights(self, request: SaveWeights) -> str:
         """Queue a checkpoint with optimizer states."""
 
-        def run(model: _Model) -> Result:
+        def run(model: TrainedModel) -> Result:
             path = CheckpointPath(request.model_id, STATES, request.path or uuid4().hex)
             optimizer = model.adapter.optimizer.state_dict()
             self._save(model, path, request.user_metadata, optimizer=optimizer, overwrite=request.overwrite)
@@ -242,7 +195,7 @@ class Service:
         return self._operate(request.model_id, request.seq_id, run)
 
     def _save(
-        self, model: _Model, path: CheckpointPath, user_metadata: dict[str, object] | None, **others: Any
+        self, model: TrainedModel, path: CheckpointPath, user_metadata: dict[str, object] | None, **others: Any
     ) -> None:
         def write(folder: Path) -> None:
             self._trainer.write(model.adapter, folder, self.served.tokenizer)
@@ -253,7 +206,7 @@ class Service:
     def save_for_sampler(self, request: SaveWeightsForSampler) -> str:
         """Queue a checkpoint for sampling: with a name, or for a new sampling session."""
 
-        def run(model: _Model) -> Result:
+        def run(model: TrainedModel) -> Result:
             if request.path is not None:
                 path = CheckpointPath(request.model_id, SAMPLER, request.path)
                 self._save(model, path, request.user_metadata)
@@ -265,9 +218,9 @@ class Service:
             self.checkpoints.trim(request.model_id, self.served.max_snapshots)
             if request.kind == "inflight":
                 model.inflight = path
-                self._samplers[session_id] = _Weights(inflight_of=request.model_id)
+                self._samplers[session_id] = SampledFrom(inflight_of=request.model_id)
             else:
-                self._samplers[session_id] = _Weights(path)
+                self._samplers[session_id] = SampledFrom(path)
             return Result({"type": "save_weights_for_sampler", "sampling_session_id": session_id})
 
         return self._operate(request.model_id, request.seq_id, run)
@@ -279,7 +232,7 @@ class Service:
         if request.base_model is not None:
             self._require_name(request.base_model)
 
-        def load(model: _Model) -> Result:
+        def load(model: TrainedModel) -> Result:
             optimizer = self.checkpoints.optimizer(path) if request.optimizer else None
             self._trainer.load(model.adapter, self.checkpoints.factors(path), optimizer)
             return Result({"type": "load_weights", "path": str(path), "model_id": model_id})
@@ -291,8 +244,18 @@ class Service:
         self.session(request.session_id)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
 
+        def new_and_load() -> Result:
+            model = self._new_model(model_id, facts.shape, request.user_metadata)
+            try:
+                return load(model)
+            except Exception:
+                # Nobody learns the ID of a model that failed to load.
+                del self._models[model_id]
+                raise
+
         async def create() -> Result:
-            return await self._on_trainer(lambda: load(self._new_model(model_id, facts.shape, request.user_metadata)))
+            self._make_room()
+            return await self._on_trainer(new_and_load)
 
         self.futures.start(model_id, create)
         return model_id, model_id
@@ -304,14 +267,14 @@ class Service:
         self._samplers[session_id] = self._weights(request.base_model, request.model_path)
         return session_id
 
-    def _weights(self, base_model: str | None, model_path: str | None) -> _Weights:
+    def _weights(self, base_model: str | None, model_path: str | None) -> SampledFrom:
         if base_model is not None:
             self._require_name(base_model)
         if model_path is None:
-            return _Weights()
+            return SampledFrom()
         path = CheckpointPath.parse(model_path)
         self.checkpoints.facts(path)
-        return _Weights(path)
+        return SampledFrom(path)
 
     def sampled_path(self, session_id: str) -> CheckpointPath | None:
         """Return the checkpoint that a sampling session samples from now, None for the base model."""

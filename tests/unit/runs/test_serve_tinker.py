@@ -196,6 +196,11 @@ def test_a_checkpoint_continues_exactly_also_on_another_server(server, session, 
             "base_model": NAME, "is_lora": True, "lora_rank": 4,
             "train_unembed": False, "train_mlp": True, "train_attn": True,
         }  # fmt: skip
+    sampler = server.result("save_weights_for_sampler", {"model_id": model, "seq_id": 8, "path": "s"})["path"]
+    body = {"session_id": session, "model_seq_id": 9, "path": sampler, "optimizer": True}
+    said = server.result("load_weights", body)
+    assert "has no optimizer states: save it with save_state" in said["error"]
+    assert server.send("get_info", {"model_id": f"{session}:train:9"})[0] == 400
     # The folder is an adapter for other commands.
     (folder,) = output_folder.glob(f"{session}*/weights/half")
     assert len(load_file(folder / "adapter_model.safetensors")) == 2 * 14
