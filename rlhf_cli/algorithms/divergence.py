@@ -81,6 +81,30 @@ def gradient_of_tokens(gradient_BE: Tensor, events_BE: Tensor, logprobs_BV: Tens
     return share_BV.scatter_(-1, tokens_Bk, gradient_BE[:, :-1])
 
 
+def pooled(logits_BV: Tensor, events_V: Tensor, num_events: int) -> Tensor:
+    """Return the logits of events, `[B, E]`: the log-sum-exp over the tokens of each.
+
+    `events_V` is `num_events` for tokens to leave out. Each event has at least one token.
+    """
+    index_BV = events_V.expand_as(logits_BV)
+    shape = (len(logits_BV), num_events + 1)
+    largest_BE = logits_BV.new_full(shape, -math.inf).scatter_reduce(-1, index_BV, logits_BV, "amax")
+    shares_BV = (logits_BV - largest_BE.gather(-1, index_BV)).exp_()
+    sums_BE = logits_BV.new_zeros(shape).scatter_add_(-1, index_BV, shares_BV)
+    return largest_BE.add_(sums_BE.log_())[:, :num_events]
+
+
+def gradient_of_pooled(gradient_BE: Tensor, pooled_BE: Tensor, logits_BV: Tensor, events_V: Tensor) -> Tensor:
+    """Expand a gradient over logits of events to the logits of their tokens, `[B, V]`.
+
+    Tokens of an event split its gradient in proportion to their probability; tokens left out have none.
+    """
+    is_left_out_V = events_V == pooled_BE.shape[-1]
+    index_BV = events_V.masked_fill(is_left_out_V, 0).expand_as(logits_BV)
+    shares_BV = (logits_BV - pooled_BE.gather(-1, index_BV)).exp_()
+    return shares_BV.mul_(gradient_BE.gather(-1, index_BV)).masked_fill_(is_left_out_V, 0.0)
+
+
 def _mixture(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
     """Compute log-probabilities of `(1 - beta) s + beta t`."""
     return torch.logaddexp(student_BE + math.log1p(-beta), teacher_BE + math.log(beta))

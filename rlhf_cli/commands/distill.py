@@ -28,9 +28,8 @@ class DistillConfig(OfflineConfig):
 
     @model_validator(mode="after")
     def _check_teachers(self) -> "DistillConfig":
-        if self.distillation.teacher_by_source is not None and self.deepspeed.sequence_parallel_size > 1:
-            raise ValueError(
-                "teacher_by_source does not support sequence_parallel_size, because each teacher would split only its "
-                "own sequences: set --sequence_parallel_size 1"
-            )
+        if self.deepspeed.sequence_parallel_size > 1:
+            self.distillation.check_whole_sequences()
+        if self.data.pretrain_mode and self.distillation.teacher_tokenizer == "own":
+            raise ValueError("teacher_tokenizer own compares responses, but pretrain_mode trains on all text")
         return self

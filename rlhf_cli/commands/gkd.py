@@ -58,11 +58,8 @@ class GKDConfig(OnlineConfig):
                 "teacher_context_key does not support sequence_parallel_size, because student and teacher would split "
                 "different prompts: set --sequence_parallel_size 1"
             )
-        if self.shares_sequences and self.other_teachers:
-            raise ValueError(
-                "teacher_by_source does not support sequence_parallel_size, because each teacher would split only its "
-                "own sequences: set --sequence_parallel_size 1"
-            )
+        if self.shares_sequences:
+            self.distillation.check_whole_sequences()
         given = self.template.changed("prompt_template", "format_prompt")
         if self.distillation.lmbda < 1.0 and given:
             raise ValueError(

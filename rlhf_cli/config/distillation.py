@@ -16,10 +16,16 @@ class DistillationConfig(SettingsGroup):
     """Distillation"""
 
     teacher_pretrain: str
-    """Teacher model: a local folder, a run directory, or a Hugging Face name. It must use the student's token IDs."""
+    """Teacher model: a local folder, a run directory, or a Hugging Face name. It must use the student's token IDs,
+    except with --teacher_tokenizer own.
+    """
     teacher_by_source: ModelsBySource = None
     """Teachers for rows of some sources: {"code": "CODE_MODEL", "math_*": "MATH_MODEL"}. A row's source is its
     data_source, or else its dataset. All other rows use teacher_pretrain.
+    """
+    teacher_tokenizer: Literal["own"] | None = None
+    """own: teachers read the text in their own tokens and chat templates, and are compared at positions and tokens that
+    both tokenizers share. Default: the student's tokens, which must have the same IDs.
     """
     teacher_offload: bool = False
     """Offload idle teacher weights to host memory. An unpartitioned LM head stays on the GPU."""
@@ -37,6 +43,14 @@ class DistillationConfig(SettingsGroup):
     """Weight of the divergence in the loss; the rest is the SFT loss, the mean negative log-likelihood of the data."""
     lmbda: float = Field(0.5, ge=0, le=1)
     """Fraction of iterations with responses sampled from the student. The others use dataset responses."""
+
+    def check_whole_sequences(self) -> None:
+        """Raise ValueError if the settings need whole sequences on each rank."""
+        if given := self.changed("teacher_by_source", "teacher_tokenizer"):
+            raise ValueError(
+                f"{given} does not support sequence_parallel_size, because student and teachers would split different "
+                "sequences: set --sequence_parallel_size 1"
+            )
 
 
 class FixedRowsConfig(SettingsGroup):

@@ -16,6 +16,7 @@ from rlhf_cli.config.teachers import source_of_teacher, teachers_of
 from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.errors import UsageError, listed
 
 _SHOWN_SOURCES = 9
@@ -111,3 +112,98 @@ class _WithTeachers(collections.abc.Sequence[_TaughtT]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         return replace(self.items[index], teacher=int(self.numbers[index]))
+
+
+@dataclass(frozen=True)
+class _AsTeachersRead(collections.abc.Sequence[Prompt]):
+    """Prompts `kept` by number, with the tokens of their teachers from `others`, at `places` there."""
+
+    prompts: Sequence[Prompt]
+    others: Sequence[Sequence[Prompt]]
+    kept: np.ndarray
+    places: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        prompt = self.prompts[int(self.kept[index])]
+        read = self.others[prompt.teacher][int(self.places[index])]
+        return replace(prompt, teacher_ids=read.prompt_ids if read.teacher_ids is None else read.teacher_ids)
+
+
+def as_teachers_read(prompts: Sequence[Prompt], others: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
+    """Return the prompts with the tokens of their teachers.
+
+    Args:
+        prompts: student's prompts, with the numbers of their teachers.
+        others: the same prompts in the tokens of each teacher, without those that are too long.
+
+    Raises UsageError if no prompt remains.
+    """
+    places = [{(one.source, one.index): place for place, one in enumerate(other)} for other in others]
+    found = [places[prompt.teacher].get((prompt.source, prompt.index), -1) for prompt in prompts]
+    places_N = np.array(found, dtype=np.int64)
+    kept = np.flatnonzero(places_N >= 0)
+    if not kept.size:
+        raise UsageError("no prompt has room for a response in the teacher's tokens: raise --max_len")
+    return _AsTeachersRead(prompts, others, kept, places_N[kept])
+
+
+@dataclass(frozen=True)
+class AlignedSequences(collections.abc.Sequence[TokenSequence]):
+    """Sequences with what their teachers read: `others` are the same rows in the tokens of each teacher, at `places`
+    there.
+    """
+
+    sequences: Sequence[TokenSequence]
+    others: Sequence[Sequence[TokenSequence]]
+    places: np.ndarray
+    tokens: Sequence[TeacherTokens]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        sequence = self.sequences[index]
+        other = self.others[sequence.teacher][int(self.places[index])]
+        return self.tokens[sequence.teacher].aligned(sequence, other)
+
+
+def aligned_sequences(
+    data: LoadedData[TokenSequence],
+    sequences: Sequence[TokenSequence],
+    others: Sequence[LoadedData[TokenSequence]],
+    tokens: Sequence[TeacherTokens],
+) -> AlignedSequences:
+    """Return the sequences of a dataset with what their teachers read.
+
+    Args:
+        data: student's rows.
+        sequences: their sequences, with the numbers of the teachers.
+        others: the same rows, read by each teacher.
+
+    Raises UsageError if a row is missing in the tokens of its teacher.
+    """
+    if data.patches is not None:
+        raise UsageError("--teacher_tokenizer own does not support models with images")
+    places = [{_origin(other, item): item for item in range(len(other.items))} for other in others]
+    found = np.zeros(len(sequences), np.int64)
+    for item, sequence in enumerate(sequences):
+        place = places[sequence.teacher].get(_origin(data, item))
+        if place is None:
+            raise UsageError(
+                f"{data.where(item)}: the row is too long in the tokens of its teacher: raise --max_len, or set "
+                "--overlong truncate"
+            )
+        found[item] = place
+    return AlignedSequences(sequences, [other.items for other in others], found, tokens)
+
+
+def _origin(data: LoadedData[TokenSequence], item: int) -> tuple[str, int]:
+    row = data.row_of(item)
+    return row.source.name, row.index

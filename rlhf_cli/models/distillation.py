@@ -4,6 +4,7 @@ A full `[tokens, vocabulary]` float32 tensor is never materialized: the backward
 and teacher logits.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from rlhf_cli.algorithms.divergence import (
     divergence_gradient,
     divergence_terms,
     entropy,
+    gradient_of_pooled,
     gradient_of_tokens,
     kl_divergence,
+    pooled,
 )
 from rlhf_cli.models.logit_chunks import (
     ChunkSizes,
@@ -52,6 +55,23 @@ class DivergenceSettings:
 
 
 @dataclass(frozen=True)
+class TokenEvents:
+    """Events that student and teacher share if their vocabularies differ (`data/tokenizing/alignment.py`).
+
+    - `student_V`, `teacher_V`: event of each token, int64; the number of events for tokens to leave out.
+    - `tokens_E`: the student's token that names each event.
+    """
+
+    student_V: torch.Tensor
+    teacher_V: torch.Tensor
+    tokens_E: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "TokenEvents":
+        """Move the events to a device."""
+        return TokenEvents(self.student_V.to(device), self.teacher_V.to(device), self.tokens_E.to(device))
+
+
+@dataclass(frozen=True)
 class _Call:
     """Arguments without gradient."""
 
@@ -59,12 +79,32 @@ class _Call:
     transform: LogitTransform
     settings: DivergenceSettings
     sizes: ChunkSizes
+    events: TokenEvents | None
 
     def student_logits(self, product: torch.Tensor) -> torch.Tensor:
         return logits_of(product, self.transform, self.settings.temperature)
 
+    def student_logprobs(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(self._pooled(logits_BV), -1)
+
     def teacher_logprobs(self, product: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(logits_of(product, self.teacher.transform, self.settings.temperature), -1)
+        logits = logits_of(product, self.teacher.transform, self.settings.temperature)
+        if self.events is not None:
+            logits = pooled(logits, self.events.teacher_V[: logits.shape[-1]], len(self.events.tokens_E))
+        return torch.log_softmax(logits, -1)
+
+    def logit_gradient(self, logits_BV: torch.Tensor, teacher_BE: torch.Tensor) -> torch.Tensor:
+        """Return the divergence gradient with respect to the student's logits."""
+        pooled_BE = self._pooled(logits_BV)
+        gradient = _gradient(torch.log_softmax(pooled_BE, -1), teacher_BE, self.settings)
+        if self.events is None:
+            return gradient
+        return gradient_of_pooled(gradient, pooled_BE, logits_BV, self.events.student_V[: logits_BV.shape[-1]])
+
+    def _pooled(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        if self.events is None:
+            return logits_BV
+        return pooled(logits_BV, self.events.student_V[: logits_BV.shape[-1]], len(self.events.tokens_E))
 
 
 def token_divergences(
@@ -73,6 +113,7 @@ def token_divergences(
     teacher_KE: torch.Tensor,
     teacher: HeadWeights,
     settings: DivergenceSettings,
+    events: TokenEvents | None = None,
     *,
     chunk_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -80,9 +121,10 @@ def token_divergences(
 
     The divergence is differentiable with respect to the student's hidden states [K, D], weight and bias; the measures
     are not. Teacher hidden states [K, E] may have a different width. If one head has more rows, the additional rows are
-    padding and excluded from both distributions. `chunk_size` is the number of rows per head product.
+    padding and excluded from both distributions. `events` map different vocabularies to common events. `chunk_size` is
+    the number of rows per head product.
     """
-    student, call = _call(hidden_KD, student, teacher_KE, teacher, settings, chunk_size)
+    student, call = _call(hidden_KD, student, teacher_KE, teacher, settings, events, chunk_size)
     # Autograd only tracks tensors that are arguments; `call` holds the rest.
     divergence_K, *measures = _TokenDivergences.apply(hidden_KD, student.weight_VD, student.bias_V, teacher_KE, call)
     return {DIVERGENCE: divergence_K, **dict(zip(MEASURES, measures, strict=True))}
@@ -94,19 +136,24 @@ def _call(
     teacher_KE: torch.Tensor,
     teacher: HeadWeights,
     settings: DivergenceSettings,
+    events: TokenEvents | None,
     chunk_size: int | None = None,
 ) -> tuple[HeadWeights, _Call]:
-    """Return (the student's head, all other arguments), with heads of the same number of rows."""
+    """Return (the student's head, all other arguments), with heads of the same number of rows, or of the tokens with
+    events.
+    """
     # Model families pad the embedding matrix differently, for example Qwen2.5 0.5B and 7B.
-    vocabulary = min(len(student.weight_VD), len(teacher.weight_VD))
-    student, teacher = student.first_rows(vocabulary), teacher.first_rows(vocabulary)
+    common = min(len(student.weight_VD), len(teacher.weight_VD))
+    of_student, of_teacher = (common, common) if events is None else (len(events.student_V), len(events.teacher_V))
+    student, teacher = student.first_rows(of_student), teacher.first_rows(of_teacher)
+    rows = len(student.weight_VD), len(teacher.weight_VD)
     sizes = chunk_sizes(
         hidden_KD.device,
-        row_bytes=vocabulary * (hidden_KD.element_size() + teacher_KE.element_size()),
-        block_row_bytes=vocabulary * 8,
+        row_bytes=rows[0] * hidden_KD.element_size() + rows[1] * teacher_KE.element_size(),
+        block_row_bytes=sum(rows) * 4,
         chunk_size=chunk_size,
     )
-    return student, _Call(teacher, student.transform, settings, sizes)
+    return student, _Call(teacher, student.transform, settings, sizes, events)
 
 
 @torch.no_grad()
@@ -117,24 +164,35 @@ def divergence_details(
     teacher: HeadWeights,
     settings: DivergenceSettings,
     targets_K: torch.Tensor,
+    events: TokenEvents | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return what a token's divergence consists of, `[K]` each; arguments as of `token_divergences`.
 
-    - `logprob`, `teacher`: log-probs of the target, at the temperature of the settings.
+    - `logprob`, `teacher`: log-probs of the target, or of its event, at the temperature of the settings; NaN for a
+      target without an event.
     - `term_0` to `term_4`: largest terms of the divergence.
     - `term_0_token`, `term_0_student`, `term_0_teacher`: token of a term and its log-probs; token -1 stands for all
       tokens except the teacher's top tokens.
     """
-    head, call = _call(hidden_KD, student, teacher_KE, teacher, settings)
+    head, call = _call(hidden_KD, student, teacher_KE, teacher, settings, events)
+    if events is not None:
+        # A model may sample rows of its head that are no token.
+        last = len(events.student_V) - 1
+        targets_K = events.student_V[targets_K.clamp(max=last)].masked_fill(targets_K > last, len(events.tokens_E))
     found = []
     # At least one block, so that a pack without targets has all columns.
     for chunk in [*call.sizes.chunks(len(targets_K))] or [slice(0, 0)]:
         products = head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
         for rows, block in [*call.sizes.blocks(chunk)] or [(chunk, chunk)]:
-            student_BV = torch.log_softmax(call.student_logits(products[0][block]), -1)
+            student_BV = call.student_logprobs(call.student_logits(products[0][block]))
             teacher_BV = call.teacher_logprobs(products[1][block])
             found.append(_details(student_BV, teacher_BV, targets_K[rows], settings))
-    return {name: torch.cat([one[name] for one in found]) for name in found[0]}
+    joined = {name: torch.cat([one[name] for one in found]) for name in found[0]}
+    if events is not None:
+        for name in (f"term_{number}_token" for number in range(TERMS)):
+            if name in joined:
+                joined[name] = torch.where(joined[name] < 0, joined[name], events.tokens_E[joined[name]])
+    return joined
 
 
 class _TokenDivergences(torch.autograd.Function):
@@ -154,7 +212,7 @@ class _TokenDivergences(torch.autograd.Function):
         for chunk in call.sizes.chunks(num_tokens):
             products = head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
             for rows, block in call.sizes.blocks(chunk):
-                student = torch.log_softmax(call.student_logits(products[0][block]), -1)
+                student = call.student_logprobs(call.student_logits(products[0][block]))
                 teacher = call.teacher_logprobs(products[1][block])
                 results_nK[0, rows] = _divergence(student, teacher, call.settings)
                 results_nK[1:, rows] = _measures(student, teacher)
@@ -176,7 +234,7 @@ class _TokenDivergences(torch.autograd.Function):
             for rows, block in call.sizes.blocks(chunk):
                 # The gradient overwrites the product: the logits in this block are no longer needed.
                 logits, teacher = call.student_logits(product[block]), call.teacher_logprobs(of_teacher[block])
-                grad = _gradient(torch.log_softmax(logits, -1), teacher, call.settings).mul_(grad_K[rows, None])
+                grad = call.logit_gradient(logits, teacher).mul_(grad_K[rows, None])
                 product[block] = product_gradient(grad, logits, call.transform, call.settings.temperature)
             gradients.add(chunk, product)
         return *gradients.values(), None, None
@@ -202,7 +260,11 @@ def _details(
     places_Bn = terms_BE.abs().topk(min(TERMS, terms_BE.shape[-1]), -1).indices
     columns = {"": terms_BE, "_token": tokens_BE, "_student": events[0], "_teacher": events[1]}
     chosen = {name: values_BE.gather(-1, places_Bn).unbind(-1) for name, values_BE in columns.items()}
-    of_target = {"logprob": student_BV, "teacher": teacher_BV}
+    # One more column, for targets without an event.
+    of_target = {
+        name: torch.nn.functional.pad(values_BV, (0, 1), value=math.nan)
+        for name, values_BV in (("logprob", student_BV), ("teacher", teacher_BV))
+    }
     return {name: values_BV.gather(-1, targets_B[:, None])[:, 0] for name, values_BV in of_target.items()} | {
         f"term_{number}{name}": values_B for name, values in chosen.items() for number, values_B in enumerate(values)
     }

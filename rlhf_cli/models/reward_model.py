@@ -21,6 +21,8 @@ from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 
+TEACHER_FLAGS = ("teacher_pretrain", "teacher_by_source")
+_OWN_TOKENS = "; rlhf distill and rlhf gkd compare the texts instead with --teacher_tokenizer own"
 STEP_SEPARATOR = "step_separator"
 """Config key of a process reward model: the text between steps in its training data."""
 
@@ -150,18 +152,26 @@ def find_reader(flag: str, source: ModelConfig, tokenizer: PreTrainedTokenizerBa
     Raises:
         UsageError: the model cannot be found, is a classifier, or has a different vocabulary.
     """
-    what = f"--{flag} {source.pretrain!r}"
-    try:
-        found, own_tokenizer = find_model(source), load_tokenizer(source)
-    except UsageError as error:
-        raise UsageError(f"--{flag}: {error}") from error
-    refuse_classifier(found.architecture, what)
-    require_same_tokens(own_tokenizer, tokenizer, what)
+    found, own_tokenizer = find_language_model(flag, source)
+    way_out = _OWN_TOKENS if flag in TEACHER_FLAGS else ""
+    require_same_tokens(own_tokenizer, tokenizer, f"--{flag} {source.pretrain!r}", way_out=way_out)
     return found
 
 
-def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str) -> None:
-    """Raise UsageError if a model maps tokens to different IDs than the policy.
+def find_language_model(flag: str, source: ModelConfig) -> tuple[FoundModel, PreTrainedTokenizerBase]:
+    """Find a language model and its tokenizer. Raises UsageError if it cannot be found, or is a classifier."""
+    try:
+        found, tokenizer = find_model(source), load_tokenizer(source)
+    except UsageError as error:
+        raise UsageError(f"--{flag}: {error}") from error
+    refuse_classifier(found.architecture, f"--{flag} {source.pretrain!r}")
+    return found, tokenizer
+
+
+def require_same_tokens(
+    own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str, *, way_out: str = ""
+) -> None:
+    """Raise UsageError if a model maps tokens to different IDs than the policy. `way_out` ends the message.
 
     Policy token IDs are passed to it unchanged. Additional tokens in its vocabulary are allowed.
     """
@@ -172,5 +182,5 @@ def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenize
         there = f"{own_ids[token]} there" if token in own_ids else "not there"
         raise UsageError(
             f"{what} has a different vocabulary than the policy and would misread its token IDs: "
-            f"{len(mismatched):,} of {len(policy):,} tokens differ, first {token!r}: {number} here, {there}"
+            f"{len(mismatched):,} of {len(policy):,} tokens differ, first {token!r}: {number} here, {there}{way_out}"
         )

@@ -11,6 +11,7 @@ from rlhf_cli.config.plugins import without_folder
 from rlhf_cli.models.adapters import VARIANTS, AdapterPlan
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
+from rlhf_cli.runs.trained_model import ModelPlan
 
 _OF_AN_ADAPTER = (
     "lora_rank",
@@ -21,7 +22,6 @@ _OF_AN_ADAPTER = (
     "load_in_4bit",
     *VARIANTS,
 )
-_TEACHERS = "weights of the teachers by source"
 _NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """Settings without effect on the objective: a preset only sets defaults, and shared prompts only save time."""
 NOT_OF_THE_STEPS = {"max_norm", "max_skipped_steps"}
@@ -44,18 +44,22 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
     return {f"weights of the {role}": weights, f"configuration of the {role}": configuration}
 
 
-def teachers_identity(config: CommandConfig, teachers: Sequence[str], found: Sequence[FoundModel]) -> dict[str, object]:
-    """Return the weights of the teacher by source; None without `teacher_by_source`.
+def teachers_identity(config: CommandConfig, teachers: Sequence[ModelPlan]) -> dict[str, object]:
+    """Return hashes of the weights of teachers by source, and of teachers' own tokenizers; None values without.
 
     Args:
-        teachers: distinct teachers as in the settings.
-        found: their models.
+        teachers: distinct teachers in order, the common one first.
     """
-    by_source = config.setting("teacher_by_source")
-    if by_source is None:
-        return {_TEACHERS: None}
-    weights = {teacher: model.fingerprint() for teacher, model in zip(teachers, found, strict=True)}
-    return {_TEACHERS: {source: weights[teacher] for source, teacher in json.loads(by_source).items()}}
+    by_source, own = config.setting("teacher_by_source"), config.setting("teacher_tokenizer") == "own"
+    weights = {teacher.source.pretrain: teacher.found for teacher in teachers}
+    found = json.loads(by_source) if by_source is not None else {}
+    return {
+        "weights of the teachers by source": {source: weights[name].fingerprint() for source, name in found.items()}
+        or None,
+        "tokenizers of the teachers": [list(tokenizer_identity(one.tokenizer).values()) for one in teachers]
+        if own
+        else None,
+    }
 
 
 def adapter_identity(plan: AdapterPlan | None, *, suffix: str = "") -> dict[str, object]:

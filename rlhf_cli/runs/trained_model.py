@@ -12,7 +12,7 @@ from rlhf_cli.models.adapters import AdapterPlan, check_layer_names, plan_adapte
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.mixers.layers import Layers, layers_of
 from rlhf_cli.models.requirements import check_trainable, packed_attention
-from rlhf_cli.models.reward_model import find_reader
+from rlhf_cli.models.reward_model import find_language_model, find_reader
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 
@@ -90,6 +90,8 @@ def find_frozen_policy(
     policy: ModelConfig,
     architecture: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    own_tokenizer: bool = False,
 ) -> ModelPlan:
     """Find a frozen language model, such as a teacher, with the loading settings of the policy.
 
@@ -98,19 +100,24 @@ def find_frozen_policy(
         pretrain: its value.
         architecture: policy configuration.
         tokenizer: policy tokenizer.
+        own_tokenizer: whether the model reads its own tokens instead of the policy's.
 
     Raises UsageError if it is not a complete language model, does not support packs or has a different vocabulary than
     the policy.
     """
     changes = {"pretrain": pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     source = policy.model_copy(update=changes)
-    found = find_reader(flag, source, tokenizer)
+    if own_tokenizer:
+        found, tokenizer = find_language_model(flag, source)
+    else:
+        found = find_reader(flag, source, tokenizer)
     try:
         # The model is never trained, but it reads the same packs.
         check_trainable(found.architecture, trust_remote_code=source.trust_remote_code)
     except UsageError as error:
         raise UsageError(f"--{flag}: {error}") from error
-    _require_all_embeddings(found.architecture, architecture, f"--{flag} {pretrain!r}")
+    if not own_tokenizer:
+        _require_all_embeddings(found.architecture, architecture, f"--{flag} {pretrain!r}")
     return ModelPlan(source, source, None, found, tokenizer)
 
 

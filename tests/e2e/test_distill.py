@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bpe_tokenizers import bpe
 from distill_training import save_teacher
 from forked import run_rlhf
 from safetensors.torch import load_file
@@ -16,6 +17,10 @@ from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+)
 MEASURED = ("time/", "perf/", "memory/")
 
 
@@ -84,6 +89,83 @@ def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
     assert teacher == 1.0
     assert student >= 0.9
     assert imitator < 0.7
+
+
+@pytest.fixture(scope="module")
+def across(tmp_path_factory) -> tuple[list[str], Path]:
+    """Return the command line and the folder of a run with a teacher of another tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("across")
+    rows = folder / "rows.jsonl"
+    words = [WORDS[number % 19] for number in range(40)]
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "response": word}) + "\n" for n, word in enumerate(words)))
+    tokenizers = bpe("teen", "seven"), bpe("seventeen", "thirteen", end="</s>")
+    student, teacher = (
+        save_teacher(folder / name, vocab_size=len(tokenizer), tokenizer=tokenizer, seed=len(name))
+        for name, tokenizer in zip(("student", "its_teacher"), tokenizers, strict=True)
+    )
+    command = (
+        f"gkd --pretrain {student} --teacher_pretrain {teacher} --teacher_tokenizer own --prompt_data {rows} "
+        "--lmbda 0.5 --rollout_batch_size 8 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 4 "
+        "--max_len 64 --max_new_tokens 6 --actor_learning_rate 1e-2 --lr_scheduler constant --save_steps 2 "
+        "--rollout_backend transformers --param_dtype fp32 --no_use_tensorboard"
+    ).split()
+    run_rlhf(*command, "--output", folder / "whole")
+    return command, folder / "whole"
+
+
+def test_a_teacher_of_another_tokenizer_is_compared_at_common_positions(across):
+    command, whole = across
+    found = metrics_of(whole)
+    assert {step: metrics["own_responses"] for step, metrics in found.items()}.keys() == {1, 2, 3, 4}
+    assert all(0 < metrics["aligned"] < 1 for metrics in found.values())
+    assert found[4]["loss"] != found[1]["loss"]
+    rows = [json.loads(line) for line in (whole / "samples.jsonl").open()]
+    printed = run_rlhf("why", whole, "--sample", rows[-1]["id"], "--token", "0")
+    assert "Equal to the run: all " in printed
+    without = [word for word in command if word not in ("--teacher_tokenizer", "own")]
+    refused = run_rlhf(*without, "--output", whole.parent / "refused", status=2)
+    assert "rlhf distill and rlhf gkd compare the texts instead with --teacher_tokenizer own" in refused
+
+
+@pytest.mark.slow
+def test_a_continued_run_across_tokenizers_ends_as_one_that_was_never_stopped(across, tmp_path):
+    command, whole = across
+    stopped = shutil.copytree(whole, tmp_path / "stopped")
+    for part in (stopped / "checkpoints" / "step_000004", stopped / "model"):
+        shutil.rmtree(part)
+    run_rlhf(*command, "--output", stopped, "--load_checkpoint")
+    assert metrics_of(stopped) == metrics_of(whole)
+
+
+@pytest.mark.slow
+def test_a_student_with_shorter_tokens_learns_sums_in_words_from_a_teacher_with_longer_ones(tmp_path):
+    """As above, with the sums as words, which are one token of the teacher and up to three of the student."""
+    rng = random.Random(0)
+    right = [{"prompt": f"{a}+{b}=", "response": WORDS[a + b]} for a in range(10) for b in range(10)]
+    mixed = [row if rng.random() < 0.5 else row | {"response": rng.choice(WORDS)} for row in right]
+    for name, rows in (("right", right), ("mixed", mixed)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(words: str) -> None:
+        run_rlhf(*words.replace("@", f"{tmp_path}/").split())
+
+    shape = "--num_hidden_layers 2 --num_attention_heads 4 --num_key_value_heads 2"
+    for name, width, size in (("wide", 64, 340), ("narrow", 32, 300)):
+        sizes = f"--hidden_size {width} --intermediate_size {2 * width} --initializer_range {0.6 / width**0.5}"
+        run(f"scratch --dataset @right.jsonl --output @{name} --vocab_size {size} {shape} {sizes}")
+    common = "--max_len 48 --train_batch_size 50 --param_dtype fp32 --learning_rate 5e-3 --no_use_tensorboard"
+    run(f"sft --pretrain @wide --dataset @right.jsonl --max_epochs 100 --output @teacher {common}")
+    learn = f"--pretrain @narrow --dataset @mixed.jsonl --max_epochs 200 {common}"
+    run(f"distill --teacher_pretrain @teacher --teacher_tokenizer own {learn} --output @student")
+    run(
+        "eval --pretrain @teacher/model,@student/model --prompt_data @right.jsonl --label_key response "
+        "--reward_funcs exact --rollout_backend transformers --param_dtype fp32 --max_len 48 --max_new_tokens 12 "
+        "--output @answers"
+    )
+    results = json.loads((tmp_path / "answers" / "eval.json").read_text())["results"]
+    teacher, student = (result["figures"]["accuracy"]["value"] for result in results)
+    assert teacher >= 0.98
+    assert student >= 0.7
 
 
 @pytest.fixture(scope="module")

@@ -30,13 +30,14 @@ STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 MIXED = DistillObjective(DivergenceSettings(0.5, 0.9, 3), kd_coef=0.7)
 
 
-def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None) -> Path:
+def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None, seed: int = 11) -> Path:
     """Save a random language model that is wider than the tiny policy."""
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     size = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = Qwen2Config(**size, num_key_value_heads=2, vocab_size=vocab_size, initializer_range=0.2)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    (tokenizer or make_tiny_tokenizer()).save_pretrained(folder)
+    tokenizer = tokenizer or make_tiny_tokenizer()
+    size |= {"num_key_value_heads": 2, "vocab_size": vocab_size, "eos_token_id": tokenizer.eos_token_id}
+    Qwen2ForCausalLM(Qwen2Config(**size, initializer_range=0.2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -190,8 +190,8 @@ class SentWork:
     - `loss_masks`: concatenated masks, eight tokens per byte.
     - `pictures`: by sequence number.
     - `experts`: None without routing replay. `teachers`: numbers of the teachers.
-    - `teacher_tokens`, `teacher_masks`: what teachers read, empty for a sequence that they read as it is; None if they
-      read all as they are.
+    - `teacher_tokens`, `teacher_masks`, `teacher_rows`: sequences of teachers, empty if they read the student's; None
+      if they read all of the student's.
     - `steps`: sequence numbers.
     """
 
@@ -203,6 +203,7 @@ class SentWork:
     teachers: list[int]
     teacher_tokens: SentArrays | None
     teacher_masks: SentArrays | None
+    teacher_rows: SentArrays | None
     steps: list[list[list[int]]]
     totals: list[StepTotals]
 
@@ -229,6 +230,7 @@ class SentWork:
             [sequence.teacher for sequence in sequences],
             _optional([None if read is None else read.token_ids for read in teachers_read]),
             _optional([None if read is None else read.loss_mask for read in teachers_read]),
+            _optional([sequence.teacher_rows for sequence in sequences]),
             [[[numbers[id(sequence)] for sequence in members] for members in step] for step in work.steps],
             work.totals,
         )
@@ -239,9 +241,9 @@ class SentWork:
         bounds = np.cumsum([0, *map(len, token_ids)])
         masks = np.split(np.unpackbits(self.loss_masks, count=int(bounds[-1])).astype(bool), bounds[1:-1])
         columns = {name: column.arrays(chunks) for name, column in self.columns.items()}
-        experts, read, targets = (
+        experts, read, targets, rows = (
             [None] * len(token_ids) if sent is None else sent.arrays(())
-            for sent in (self.experts, self.teacher_tokens, self.teacher_masks)
+            for sent in (self.experts, self.teacher_tokens, self.teacher_masks, self.teacher_rows)
         )
         sequences = [
             TokenSequence(
@@ -252,6 +254,7 @@ class SentWork:
                 experts[number],
                 self.teachers[number],
                 _teachers_sequence(read[number], targets[number]),
+                rows[number],
             )
             for number, own in enumerate(token_ids)
         ]

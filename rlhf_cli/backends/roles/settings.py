@@ -19,6 +19,7 @@ from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.readings import TaughtPack
 from rlhf_cli.models.adapters import AdapterPlan
+from rlhf_cli.models.distillation import TokenEvents
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class HostedTeachers:
 
     - `prepare`: takes the teachers. Returns a function (engine, packs) -> micro-batches.
     - `objective`: (model, micro-batch, step totals) -> (loss, metrics).
+    - `events`: of each teacher; () if all read the student's tokens.
     """
 
     models: tuple[ModelConfig, ...]
     deepspeed: DeepSpeedConfig
     prepare: Callable[[Any], Callable[[object, list[TaughtPack]], list[Any]]]
     objective: Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
+    events: tuple[TokenEvents, ...] = ()
 
 
 @dataclass(frozen=True)

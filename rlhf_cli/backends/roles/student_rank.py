@@ -31,7 +31,9 @@ class StudentRank(SampledRank):
         super().__init__(settings, StudentModel)
         hosted = settings.teachers
         assert hosted is not None, "a student needs a teacher"
-        self._teachers = [FrozenTeacher(model, hosted.deepspeed) for model in hosted.models]
+        events = hosted.events or [None] * len(hosted.models)
+        pairs = zip(hosted.models, events, strict=True)
+        self._teachers = [FrozenTeacher(model, hosted.deepspeed, shared) for model, shared in pairs]
         self._prepare = hosted.prepare(self._teachers)
         self._objective = hosted.objective
         if settings.sleeps:

@@ -12,6 +12,7 @@ from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.sleep import HostCopies
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.models.distillation import TokenEvents
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.logit_chunks import HeadWeights
 from rlhf_cli.models.policy import TokenHead
@@ -19,15 +20,19 @@ from rlhf_cli.models.student import HiddenStateModel
 
 
 class FrozenTeacher:
-    """One rank's part of the teacher, with the full language model head, which every rank uses in each step."""
+    """One rank's part of the teacher, with the full language model head, which every rank uses in each step.
 
-    def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
+    `events` are shared with a student that has another tokenizer.
+    """
+
+    def __init__(self, source: ModelConfig, settings: DeepSpeedConfig, events: TokenEvents | None = None) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
         hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
         module = HiddenStateModel(hf_model, sequence_ranks(settings, hf_model.config))
         # The loss reads the head in every step, while the other weights are needed only for the teacher's forward pass.
         staying = module.head.parameters_used()
         self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype, staying=staying)
+        self.events = None if events is None else events.to(distributed.device())
         self.head = _whole_head(module.head) if partition else module.head.weights()
         of_head = [part for part in (self.head.weight_VD, self.head.bias_V) if part is not None]
         self._of_head = HostCopies(of_head, pin=torch.cuda.is_available())

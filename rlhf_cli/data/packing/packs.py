@@ -43,8 +43,9 @@ class TokenSequence:
     - `routed_experts`: experts that the rollout engine chose for the first n tokens, uint8 or uint16 `[n, layers,
       top_k]`; None without routing replay.
     - `teacher`: number of the teacher that scores the sequence.
-    - `teacher_reads`: what that teacher reads instead, with one target for each target here; None if it reads this
-      sequence.
+    - `teacher_reads`: what that teacher reads instead; None if it reads this sequence.
+    - `teacher_rows`: targets at the same positions of the text, int64 `[n, 4]`: number here, number there, and the
+      tokens here and there up to the next common position, 1 if that is unknown. None if the targets are equal.
     - `stored`: `TOKEN_IDS`, and columns that are not in `columns`, in the object store that ranks read
       (`backends/roles/serialization.py`). Empty if all is sent with the sequence.
 
@@ -64,6 +65,7 @@ class TokenSequence:
     routed_experts: np.ndarray | None = None
     teacher: int = 0
     teacher_reads: "TokenSequence | None" = None
+    teacher_rows: np.ndarray | None = None
     stored: dict[str, StoredArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

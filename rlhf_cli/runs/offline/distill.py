@@ -1,7 +1,5 @@
 """Task definition for `rlhf distill`: data, student, teacher and objective."""
 
-from functools import partial
-
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.commands.distill import DistillConfig
@@ -9,20 +7,20 @@ from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.teachers import teachers_of
 from rlhf_cli.config.train import DeepSpeedConfig
-from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.distillation import DivergenceSettings
-from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.requirements import check_loadable, packed_attention
+from rlhf_cli.models.reward_model import find_language_model
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.models.student import StudentModel
-from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, load_items, offline_model
+from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, load_taught_items, offline_model
 from rlhf_cli.runs.pictured_roles import check_role_pictures
 from rlhf_cli.runs.run_identity import model_identity, supported_identity, teachers_identity
+from rlhf_cli.runs.teachers import teacher_tokens, teachers_facts, token_events
 from rlhf_cli.runs.trained_model import ModelPlan, find_companion
-from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation, taught_items
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 
 
 def distill_task(config: DistillConfig) -> OfflineTask:
@@ -31,24 +29,26 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     deepspeed, sources = teacher_deepspeed(config), _teacher_sources(config, model)
-    teachers = [_checked_teacher(_flag(config, source), source, deepspeed, model) for source in sources]
+    own = distillation.teacher_tokenizer == "own"
+    teachers = [_checked_teacher(_flag(config, source), source, deepspeed, model, own=own) for source in sources]
     for source, teacher in zip(sources, teachers, strict=True):
         check_role_pictures(
             model.found,
-            teacher,
+            teacher.found,
             f"--{_flag(config, source)} {source.pretrain!r}",
             pictures=config.pictures,
             trust_remote_code=source.trust_remote_code,
         )
-    items = load_items(config, SEQUENCES, config.data, model, partial(taught_items, config))
+    tokens = teacher_tokens(config.template, model, teachers) if own else ()
+    events = list(map(token_events, tokens)) if own else [None] * len(sources)
+    items = load_taught_items(config, config.data, model, teachers, tokens)
     assigned = items.data.assigned
-    if assigned is not None:
-        assigned.check()
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:
         # Built later on all ranks: loading a teacher needs the process group.
-        return ReferenceHooks(prepare=TeacherPreparation([FrozenTeacher(source, deepspeed) for source in sources]))
+        frozen = [FrozenTeacher(source, deepspeed, shared) for source, shared in zip(sources, events, strict=True)]
+        return ReferenceHooks(prepare=TeacherPreparation(frozen))
 
     return OfflineTask(
         command=config.command,
@@ -60,10 +60,10 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         wrap=StudentModel,
         identity=lambda: {
             **supported_identity(config, "distillation", besides=NOT_OF_THE_LOSS),
-            **model_identity("teacher", teachers[0]),
-            **teachers_identity(config, [source.pretrain for source in sources], teachers),
+            **model_identity("teacher", teachers[0].found),
+            **teachers_identity(config, teachers),
         },
-        notices=() if assigned is None else (f"Teachers: {assigned.summary}",),
+        notices=tuple(f"{name}: {fact}" for name, fact in teachers_facts(tokens, assigned).items()),
         begin=lambda items, share: (items, teacher_hooks()),
     )
 
@@ -95,9 +95,16 @@ def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
     return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 
 
-def _checked_teacher(flag: str, source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan) -> FoundModel:
-    """Find a teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's."""
-    found = find_companion(flag, source, model)
+def _checked_teacher(
+    flag: str, source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan, *, own: bool
+) -> ModelPlan:
+    """Find a teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's and it does
+    not read its `own` tokens.
+    """
+    if own:
+        found, tokenizer = find_language_model(flag, source)
+    else:
+        found, tokenizer = find_companion(flag, source, model), model.tokenizer
     _, num_ranks = distributed_env.rank_and_world_size()
     try:
         check_loadable(source, found.architecture, in_4bit=False, partitioned=deepspeed.zero_stage == 3)
@@ -111,4 +118,4 @@ def _checked_teacher(flag: str, source: ModelConfig, deepspeed: DeepSpeedConfig,
         )
     except UsageError as error:
         raise UsageError(f"--{flag}: {error}") from error
-    return found
+    return ModelPlan(source, source, None, found, tokenizer)

@@ -1,6 +1,6 @@
 """Task definition of an offline command: model, items and objective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,15 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
+from rlhf_cli.commands.distill import DistillConfig
+from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.commands.offline import OfflineConfig
-from rlhf_cli.config.data import TemplateConfig
+from rlhf_cli.config.data import DataConfig, TemplateConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.loading import Item, Kind, LoadedData, Settings
+from rlhf_cli.data.sft_data import SEQUENCES
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.models.requirements import check_loadable, check_row_positions
 from rlhf_cli.models.routers import check_router_loss
@@ -27,7 +31,9 @@ from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import ModelPlan, trained_model
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
+from rlhf_cli.trainers.offline.distill import TaughtItems, taught_items
 from rlhf_cli.trainers.offline.loop import LoadedItems, Objective, Prepare, Share
+from rlhf_cli.trainers.offline.sft import SequenceItems
 
 _LoadedItemsT = TypeVar("_LoadedItemsT", bound=LoadedItems, covariant=True)
 
@@ -141,6 +147,33 @@ def load_items(
         if data.eval_dataset is None:
             return Items(train, None)
         return Items(train, checked(eval_data or data, data.eval_dataset, data.eval_split))
+
+
+def load_taught_items(
+    config: DistillConfig | GKDConfig,
+    data: DataConfig,
+    model: ModelPlan,
+    teachers: Sequence[ModelPlan],
+    tokens: Sequence[TeacherTokens],
+) -> Items[TaughtItems]:
+    """Load sequences with their teachers: fixed responses of a student.
+
+    Args:
+        tokens: of each teacher; () if all read the student's tokens.
+
+    Raises UsageError as `load_items`, or if the teachers read other rows.
+    """
+    items = load_items(config, SEQUENCES, data, model, partial(taught_items, config))
+    if items.data.assigned is not None:
+        items.data.assigned.check()
+    if not tokens:
+        return items
+    others = [load_items(config, SEQUENCES, data, teacher, SequenceItems) for teacher in teachers]
+    read = items.data.read_by([other.data.data for other in others], tokens)
+    if items.eval_data is None:
+        return Items(read, None)
+    of_eval = [other.eval_data.data for other in others if other.eval_data is not None]
+    return Items(read, items.eval_data.read_by(of_eval, tokens))
 
 
 @dataclass(frozen=True)

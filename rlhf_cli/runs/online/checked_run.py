@@ -1,6 +1,6 @@
 """An online run after all checks that need no process, before anything starts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.prompts import PromptData, load_prompts
-from rlhf_cli.data.teachers import teachers_of_prompts
+from rlhf_cli.data.teachers import as_teachers_read, teachers_of_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_packed_length, check_positions
@@ -56,6 +56,7 @@ from rlhf_cli.runs.plugin_files import environment_contents, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import reward_file_notice
 from rlhf_cli.runs.run_directory import RunDirectory, run_directory
+from rlhf_cli.runs.teachers import teachers_facts
 from rlhf_cli.runs.trained_model import ModelPlan, reference_notice
 from rlhf_cli.tracking.sinks import check_tracking
 from rlhf_cli.trainers.online.prompt_source import planned_iterations
@@ -85,7 +86,7 @@ class OnlineRun:
     layout_reason: str = ""
     memory_reason: str = ""
     shortage: str = ""
-    teachers: str = ""
+    teachers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> object:
@@ -138,7 +139,7 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     if not (config.layout_settings(models.by_role).is_open and may_have_gpus()):
         _check_places(config, models)
     episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)
-    data, eval_data, student, teachers = _load_data(config, model, episodes)
+    data, eval_data, student, teachers = _load_data(config, models, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
     # The critic may have a smaller embedding than the policy.
     for trained in (model, models.critic or model):
@@ -172,12 +173,28 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     return run
 
 
-def _with_teachers(config: OnlineConfig, data: PromptData) -> tuple[PromptData, str]:
-    """Return (prompts with the numbers of their teachers, summary of several teachers)."""
-    found = teachers_of_prompts(config, data.prompts)
-    if found is None:
-        return data, ""
-    return replace(data, prompts=found.of_prompts(data.prompts)), found.summary
+def _with_teachers(config: OnlineConfig, models: OnlineModels, data: PromptData) -> tuple[PromptData, dict[str, str]]:
+    """Return (prompts with their teachers, summary of the teachers)."""
+    assigned = teachers_of_prompts(config, data.prompts)
+    facts = teachers_facts(models.teacher_tokens, assigned)
+    prompts = data.prompts if assigned is None else assigned.of_prompts(data.prompts)
+    if models.teacher_tokens:
+        if data.has_pictures:
+            raise UsageError("--teacher_tokenizer own does not support models with images")
+        read = [
+            load_prompts(
+                config.prompts,
+                teacher.tokenizer,
+                max_new_tokens=config.rollout.max_new_tokens,
+                seed=config.batch.seed,
+                template=config.template,
+            ).prompts
+            for teacher in models.teachers
+        ]
+        prompts = as_teachers_read(prompts, read)
+        if dropped := len(data.prompts) - len(prompts):
+            facts["Tokens"] += f"; {dropped:,} prompts dropped, too long there"
+    return replace(data, prompts=prompts), facts
 
 
 def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
@@ -266,9 +283,10 @@ def _check_deepspeed(config: OnlineConfig, role: str, *, sleeps: bool) -> None:
 
 
 def _load_data(
-    config: OnlineConfig, model: ModelPlan, episodes: EpisodePlan | None
-) -> tuple[PromptData, PromptData | None, StudentData | None, str]:
-    """Load the training prompts, evaluation prompts, student responses and the summary of several teachers."""
+    config: OnlineConfig, models: OnlineModels, episodes: EpisodePlan | None
+) -> tuple[PromptData, PromptData | None, StudentData | None, dict[str, str]]:
+    """Load the training prompts, evaluation prompts, student responses and the summary of teachers."""
+    model = models.policy
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,
@@ -286,10 +304,10 @@ def _load_data(
             episodes.check_rows(read)
     if episodes is not None:
         episodes.check_sessions(most_episodes(config, num_prompts=len(data.prompts)))
+    data, teachers = _with_teachers(config, models, data)
     student = None
     if isinstance(config, GKDConfig):
-        student = load_student_data(config, model, num_prompts=len(data.prompts))
-    data, teachers = _with_teachers(config, data)
+        student = load_student_data(config, models, num_prompts=len(data.prompts))
     return data, eval_data, student, teachers
 
 

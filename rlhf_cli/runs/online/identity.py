@@ -120,9 +120,7 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
             model = models.loaded.get(name)
             facts |= model_identity(role.title, model.found if model else None)
     facts |= model_identity("judge", models.judge.found if models.judge else None)
-    teachers = models.teachers
-    sources, found = [model.source.pretrain for model in teachers], [model.found for model in teachers]
-    return facts | teachers_identity(config, sources, found)
+    return facts | teachers_identity(config, models.teachers)
 
 
 def _rewards(config: OnlineConfig) -> dict[str, object]:

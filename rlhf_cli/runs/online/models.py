@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PretrainedConfig
 
@@ -15,11 +15,13 @@ from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.roles import FROZEN_POLICY
 from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
 from rlhf_cli.models.requirements import check_loadable, check_trainable
 from rlhf_cli.models.reward_model import (
+    TEACHER_FLAGS,
     RewardModelPlan,
     find_process_reward_model,
     find_reward_model,
@@ -33,6 +35,7 @@ from rlhf_cli.runs.judge_model import JudgeModel, find_judge
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.shared_sequences import sharing, splitting
+from rlhf_cli.runs.teachers import teacher_tokens
 from rlhf_cli.runs.trained_model import ModelPlan, find_frozen_policy, trained_model
 
 
@@ -44,6 +47,7 @@ class OnlineModels:
     - `hosted`: for roles that the actor's ranks load.
     - `other_teachers`: teachers of single sources, in the ranks of the teacher.
     - `judge`: a judge that the run starts.
+    - `teacher_tokens`: tokens of all teachers if they have their own tokenizers; () if they read the policy's tokens.
 
     Example, `rlhf grpo` with a KL penalty: trained = {"actor": policy}, frozen = {"ref": policy}, hosted = {}.
     """
@@ -53,6 +57,7 @@ class OnlineModels:
     hosted: Mapping[str, ModelPlan] = field(default_factory=dict)
     other_teachers: tuple[ModelPlan, ...] = ()
     judge: JudgeModel | None = None
+    teacher_tokens: tuple[TeacherTokens, ...] = ()
 
     @property
     def by_role(self) -> dict[str, ModelPlan | RewardModelPlan]:
@@ -133,7 +138,8 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     hosted: dict[str, ModelPlan] = {}
 
     def frozen_policy(flag: str, pretrain: str) -> ModelPlan:
-        return find_frozen_policy(flag, pretrain, policy.base, policy.architecture, policy.tokenizer)
+        own = flag in TEACHER_FLAGS and config.setting("teacher_tokenizer") == "own"
+        return find_frozen_policy(flag, pretrain, policy.base, policy.architecture, policy.tokenizer, own_tokenizer=own)
 
     for role in config.roles.values():
         pretrain = config.setting(role.pretrain) if role.rank == FROZEN_POLICY and role.pretrain else None
@@ -141,6 +147,8 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
             (hosted if role.host else frozen)[role.name] = frozen_policy(role.pretrain, pretrain)
     others = tuple(frozen_policy("teacher_by_source", pretrain) for pretrain in config.other_teachers)
     models = OnlineModels(trained, frozen, hosted, others, find_judge(config.reward, config.model))
+    if config.setting("teacher_tokenizer") == "own":
+        models = replace(models, teacher_tokens=teacher_tokens(config.template, policy, models.teachers))
     # Check the adapters' bases too, since --overwrite would remove them as well.
     bases = {model.base.pretrain for model in models.by_role.values() if isinstance(model, ModelPlan)}
     sources = {model.source.pretrain for _, model in models.all_models}

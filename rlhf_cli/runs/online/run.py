@@ -195,7 +195,9 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
     """Return the facts for the start of the run."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
     # Several teachers are listed with their numbers of prompts.
-    frozen = {role: model for role, model in models.frozen_policies.items() if role != "teacher" or not run.teachers}
+    frozen = dict(models.frozen_policies)
+    if "Teachers" in run.teachers:
+        frozen.pop("teacher")
     reward_file = reward_file_notice(run.resume, config.reward)
     return {
         "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
@@ -205,7 +207,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         **reward_model_fact(models.reward),
         **({"Judge": models.judge.described} if models.judge else {}),
         **{config.roles[role].title.capitalize(): found.source.pretrain for role, found in frozen.items()},
-        **({"Teachers": run.teachers} if run.teachers else {}),
+        **run.teachers,
         **(run.student.facts if run.student else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         **({"Environment": run.episodes.description.about} if run.episodes else {}),
@@ -279,7 +281,8 @@ def prepared(
     source = RolloutSource(started.rollout, scorer, run.settings, run.data.prompts, decode, tell=tracker.message)
     if isinstance(actor, StudentRole):
         assert run.student is not None, "a student learns from a mixture"
-        train = partial(train_student, started.with_scorer(actor, scorer), run.student.mixture, source)
+        tokens = run.models.teacher_tokens
+        train = partial(train_student, started.with_scorer(actor, scorer), run.student.mixture, source, tokens=tokens)
     else:
         train = partial(train_online, started.with_scorer(actor, scorer), source)
     run_loop = partial(

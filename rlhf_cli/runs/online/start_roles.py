@@ -181,7 +181,7 @@ def role_plan(
     )
     if isinstance(config, GKDConfig) and role == "actor" and models.teacher is not None:
         # The student and its teachers read the same packs.
-        share, teachers = shares_prompts(config, models.teachers), hosted_teachers(config, models.teachers)
+        share, teachers = shares_prompts(config, models.teachers), hosted_teachers(config, models)
         settings = replace(settings, teachers=teachers, share_prompts=share)
     if role == "teacher":
         settings = replace(settings, other_models=tuple(model.source for model in models.other_teachers))

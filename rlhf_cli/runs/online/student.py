@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rlhf_cli.backends.roles.settings import HostedTeachers
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
-from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
+from rlhf_cli.runs.online.models import OnlineModels
 from rlhf_cli.runs.run_identity import supported_identity
+from rlhf_cli.runs.teachers import token_events
 from rlhf_cli.runs.trained_model import ModelPlan
-from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation, taught_items
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 from rlhf_cli.trainers.online.distilling import Mixture
 
 
@@ -26,7 +26,7 @@ class StudentData:
     identity: dict[str, object]
 
 
-def load_student_data(config: GKDConfig, model: ModelPlan, *, num_prompts: int) -> StudentData:
+def load_student_data(config: GKDConfig, models: OnlineModels, *, num_prompts: int) -> StudentData:
     """Load the mixture of sampled and fixed responses, with equal size per iteration.
 
     Raises:
@@ -38,14 +38,15 @@ def load_student_data(config: GKDConfig, model: ModelPlan, *, num_prompts: int) 
     # Without fixed responses, rows need not be readable.
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
-    from rlhf_cli.runs.offline.task import load_items  # imports DeepSpeed, which other drivers do not need
+    from rlhf_cli.runs.offline.task import load_taught_items  # imports DeepSpeed, which other drivers do not need
 
-    items = load_items(config, SEQUENCES, rows_config(config), model, partial(taught_items, config)).data
+    teachers, tokens = models.teachers, models.teacher_tokens
+    items = load_taught_items(config, rows_config(config), models.policy, teachers, tokens).data
     data = items.data
-    teachers = "" if items.assigned is None else f"; teachers: {items.assigned.summary}"
+    of_teachers = "" if items.assigned is None else f"; teachers: {items.assigned.summary}"
     return StudentData(
         Mixture(distillation.lmbda, items.sequences, size, config.batch.seed),
-        {"Fixed responses": data.report.summary + teachers},
+        {"Fixed responses": data.report.summary + of_teachers},
         identity | {"contents of the fixed rows": data.fingerprint()},
     )
 
@@ -68,17 +69,18 @@ def rows_config(config: GKDConfig) -> DataConfig:
     return DataConfig(**common | own)
 
 
-def hosted_teachers(config: GKDConfig, teachers: Sequence[ModelPlan]) -> HostedTeachers:
+def hosted_teachers(config: GKDConfig, models: OnlineModels) -> HostedTeachers:
     """Return the settings of the hosted teachers and objective."""
     distillation = config.distillation
     settings = DivergenceSettings(distillation.beta, config.rollout.temperature, distillation.teacher_top_k)
     deepspeed = config.deepspeed_of("teacher")
     offload = deepspeed.param_offload or distillation.teacher_offload
     return HostedTeachers(
-        tuple(teacher.source.model_copy(update={"compile_model": False}) for teacher in teachers),
+        tuple(teacher.source.model_copy(update={"compile_model": False}) for teacher in models.teachers),
         deepspeed.model_copy(update={"param_offload": offload}),
         TeacherPreparation,
         DistillObjective(settings),
+        tuple(map(token_events, models.teacher_tokens)),
     )
 
 

@@ -1,7 +1,7 @@
 """Distillation on a fixed dataset: micro-batches, teacher preparation, and objective."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -11,26 +11,38 @@ from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import Pack, TokenSequence
-from rlhf_cli.data.packing.readings import TaughtPack, taught_pack
-from rlhf_cli.data.teachers import TeachersOfRows, teachers_of_items
+from rlhf_cli.data.packing.readings import Reading, TaughtPack, taught_pack
+from rlhf_cli.data.teachers import AlignedSequences, TeachersOfRows, aligned_sequences, teachers_of_items
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.distillation import DIVERGENCE, MEASURES, DivergenceSettings
+from rlhf_cli.models.distillation import DIVERGENCE, MEASURES, DivergenceSettings, TokenEvents
 from rlhf_cli.models.logit_chunks import HeadWeights
-from rlhf_cli.models.student import LOGPROBS, TeacherStates
+from rlhf_cli.models.student import ALIGNED, LOGPROBS, TeacherStates
 from rlhf_cli.trainers.offline.loop import LoadedItems
 
 
 @dataclass(frozen=True)
 class TaughtItems(LoadedItems[TokenSequence]):
-    """Tokenized sequences, one per item. `assigned` are their teachers; None if all have the same one."""
+    """Tokenized sequences, one per item.
+
+    - `assigned`: teachers by row; None with a single teacher.
+    - `aligned`: sequences paired with sequences for teachers with different tokenizers.
+    """
 
     assigned: TeachersOfRows | None = None
+    aligned: AlignedSequences | None = None
 
     @property
     def sequences(self) -> Sequence[TokenSequence]:
-        """The sequences with the numbers of their teachers."""
+        """Sequences with teachers."""
+        if self.aligned is not None:
+            return self.aligned
         items: Sequence[TokenSequence] = self.data.items
         return items if self.assigned is None else self.assigned.of_sequences(items)
+
+    def read_by(self, others: Sequence[LoadedData[TokenSequence]], tokens: Sequence[TeacherTokens]) -> "TaughtItems":
+        """Return the items with the same rows as tokenized for teachers. Raises UsageError if rows differ."""
+        return replace(self, aligned=aligned_sequences(self.data, self.sequences, others, tokens))
 
     def collate(self, indices: Sequence[int]) -> TaughtPack:
         """Pack the sequences into one micro-batch."""
@@ -48,9 +60,10 @@ def taught_items(config: CommandConfig, data: LoadedData[TokenSequence]) -> Taug
 
 
 class Teacher(Protocol):
-    """A frozen model of a rank."""
+    """A frozen model in a rank."""
 
     head: HeadWeights
+    events: TokenEvents | None
 
     def hidden_states(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
         """Return the hidden states [k, D] for this rank's targets in each pack."""
@@ -58,7 +71,7 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class DistillBatch:
-    """A pack with the states of its teachers."""
+    """A pack with teacher states."""
 
     pack: Pack
     teachers: tuple[TeacherStates, ...]
@@ -79,7 +92,7 @@ class TeacherPreparation:
         del engine
         states = [
             [
-                TeacherStates(states_kD, teacher.head, one.readings[number].rows_k)
+                _states(teacher, states_kD, one.readings[number])
                 for states_kD, one in zip(
                     teacher.hidden_states([one.readings[number].pack for one in packs]), packs, strict=True
                 )
@@ -87,6 +100,11 @@ class TeacherPreparation:
             for number, teacher in enumerate(self.teachers)
         ]
         return [DistillBatch(one.pack, of_pack) for one, of_pack in zip(packs, zip(*states, strict=True), strict=True)]
+
+
+def _states(teacher: Teacher, states_kD: torch.Tensor, reading: Reading) -> TeacherStates:
+    targets_k = None if reading.spans is None else reading.pack.targets_K
+    return TeacherStates(states_kD, teacher.head, reading.rows_k, teacher.events, reading.spans, targets_k)
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,8 @@ class DistillObjective:
         mixes = self.kd_coef < 1.0
         found = model(batch.pack, batch.teachers, settings=self.settings, with_logprobs=mixes)
         loss = divergence = token_mean(found[DIVERGENCE], totals)
-        metrics = {name: token_mean(found[name], totals) for name in MEASURES}
+        # Only teachers with another tokenizer leave tokens out.
+        metrics = {name: token_mean(found[name], totals) for name in (*MEASURES, ALIGNED) if name in found}
         if mixes:
             nll = -token_mean(found[LOGPROBS], totals)
             loss = self.kd_coef * divergence + (1.0 - self.kd_coef) * nll

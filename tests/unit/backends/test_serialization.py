@@ -65,13 +65,15 @@ def test_micro_batches_of_sequences_arrive_empty_ones_too():
 
 
 def test_what_teachers_read_arrives():
-    given = [replace(sequence(3), teacher=1, teacher_reads=sequence(5)), sequence(3)]
+    rows = np.array([[0, 0, 2, 1], [2, 1, 1, 1]])
+    given = [replace(sequence(3), teacher=1, teacher_reads=sequence(5), teacher_rows=rows), sequence(3)]
     ((found,),) = arrived(RankWork([[given]])).steps
     assert [one.teacher for one in found] == [1, 0]
     assert found[0].teacher_reads is not None
     for name in ("token_ids", "loss_mask"):
         sent, read = (getattr(one.teacher_reads, name) for one in (given[0], found[0]))
         np.testing.assert_array_equal(read, sent, strict=True)
+    np.testing.assert_array_equal(found[0].teacher_rows, rows, strict=True)
     assert found[1].teacher_reads is None
     ((without,),) = arrived(RankWork([[[sequence(3)]]])).steps
     assert without[0].teacher_reads is None

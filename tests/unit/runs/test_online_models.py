@@ -134,7 +134,7 @@ def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model
     assert found.teacher is not None
     assert tuple(found.by_role) == ("actor",)
     assert idle_settings(config, ("actor",)) == []
-    hosted = hosted_teachers(config, found.teachers)
+    hosted = hosted_teachers(config, found)
     assert [(one.pretrain, one.compile_model) for one in hosted.models] == [(str(teacher), False)]
     assert (hosted.deepspeed.zero_stage, hosted.deepspeed.param_offload) == (3, True)
     with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', from which this run starts"):

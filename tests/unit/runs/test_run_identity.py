@@ -330,6 +330,15 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_defaults_of_younger_s
         ppo.resume()
 
 
+def test_a_teachers_own_tokenizer_is_part_of_a_run(tmp_path, tiny_model_dir):
+    run = Offline(tmp_path, "distill", tiny_model_dir)
+    run.begin(teacher_tokenizer="own")
+    run.resume(teacher_tokenizer="own")
+    refused = run.refusal()
+    assert "its teacher_tokenizer is 'own', not None" in refused
+    assert "tokenizers of the teachers" in refused
+
+
 def test_teachers_by_source_may_move_and_others_are_refused(ppo, tmp_path):
     folder = ppo.paths["teacher"]
     ppo.begin(teacher_by_source=json.dumps({"code": str(folder)}))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import make_tiny_tokenizer
 from distill_training import STEPS, distill_plainly, distill_steps, save_teacher, text_logits
 from online_fakes import FakeTracker
 from online_settings import online_settings, resolve
@@ -17,6 +18,7 @@ from test_online_repeats import PROMPTS, OneEngine, OneRank, Scorer
 from tiny_training import CLOSE, LEARNING_RATE, OPTIM, Layout, farthest, make_sequences
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.gradient_share import compared
 from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
@@ -29,10 +31,9 @@ from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.distillation import DivergenceSettings
-from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.runs.online.models import find_models
 from rlhf_cli.runs.online.student import hosted_teachers, shares_prompts
-from rlhf_cli.runs.trained_model import find_frozen_policy
 from rlhf_cli.trainers.offline.distill import DistillObjective
 from rlhf_cli.trainers.online.distilling import Mixture, train_student
 from rlhf_cli.trainers.online.interfaces import Roles
@@ -53,11 +54,7 @@ def config_of(student: str, teacher: str, **given: str) -> GKDConfig:
 
 
 def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> StudentRank:
-    found, tokenizer = find_model(config.model), load_tokenizer(config.model)
-    teachers = [
-        find_frozen_policy("teacher_pretrain", pretrain, config.model, found.architecture, tokenizer)
-        for pretrain in (config.distillation.teacher_pretrain, *config.other_teachers)
-    ]
+    models = find_models(config, ESTIMATORS["gkd"])
     return StudentRank(
         RoleSettings(
             model=config.model,
@@ -69,9 +66,9 @@ def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> 
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy,
-            share_prompts=shares_prompts(config, teachers),
+            share_prompts=shares_prompts(config, models.teachers),
             sleeps=bool(config.placement.deepspeed_enable_sleep),
-            teachers=hosted_teachers(config, teachers),
+            teachers=hosted_teachers(config, models),
         )
     )
 
@@ -144,6 +141,34 @@ def test_each_response_is_compared_with_the_teacher_of_its_source(tiny_model_dir
     found = role.learn(sequences, [np.array(step) for step in STEPS])
     assert [metrics["loss"] for metrics in found] == pytest.approx(expected, rel=2e-6, abs=2e-6)
     assert role.trace[0]["divergence"].all()
+
+
+@pytest.mark.parametrize("given", [{}, {"teacher_by_source": "other"}, {"share_prompts": "false", "beta": "0"}])
+def test_with_equal_tokenizers_the_text_gives_the_steps_of_the_token_ids(tmp_path, given):
+    # Without rows of the head that are no token: only the IDs could compare these.
+    size = len(make_tiny_tokenizer())
+    paths = [str(save_teacher(tmp_path / str(seed), vocab_size=size, seed=seed)) for seed in (1, 2, 3)]
+    if "teacher_by_source" in given:
+        given = {"teacher_by_source": json.dumps({"code": paths[2]})}
+    plain = config_of(paths[0], paths[1], **given)
+    config = config_of(paths[0], paths[1], teacher_tokenizer="own", lmbda="1", **given)
+    tokens = find_models(config, ESTIMATORS["gkd"]).teacher_tokens
+    tokenizer = load_tokenizer(config.model)
+    texts = ["12+3=15", "Hello, world.", "a b c", "12", "one two", "3", "The end", "x = 2", "no", "yes"]
+    prompts = [tokenizer.encode("What is it?"), tokenizer.encode("And?")]
+    sequences = []
+    for number, text in enumerate(texts):
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        prompt = Prompt(prompts[number % 2], "", None, "d", number, teacher=number % len(tokens))
+        sequences.append(sample_of(prompt, Generation(ids, [0.0] * len(ids), "stop", 0)).sequence)
+    read = [tokens[one.teacher].sampled(one, prompts[number % 2]) for number, one in enumerate(sequences)]
+    assert all(one.teacher_rows is not None and len(one.teacher_rows) == one.num_trained for one in read)
+    steps = [np.array(step) for step in STEPS]
+    expected = role_of(make_student(plain), max_tokens=40).learn(sequences, steps)
+    found = role_of(make_student(config), max_tokens=40).learn(read, steps)
+    assert [one.pop("aligned") for one in found] == pytest.approx([1.0] * 3)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize(
