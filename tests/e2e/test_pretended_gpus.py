@@ -42,6 +42,7 @@ def assert_first_cuda_calls(processes: dict[str, list[dict]], num_gpus: int) -> 
     gpus = {role: {one["variables"]["CUDA_VISIBLE_DEVICES"] for one in found} for role, found in processes.items()}
     assert len(gpus["actor"]) == num_gpus
     assert gpus["engine"] == gpus["actor"]  # each engine shares a GPU with a rank of the actor
+    assert gpus.get("judge", gpus["actor"]) == gpus["actor"]
 
 
 def test_every_online_command_is_placed_on_simulated_gpus_and_one_starts(ray_folder, model):
@@ -52,18 +53,22 @@ def test_every_online_command_is_placed_on_simulated_gpus_and_one_starts(ray_fol
         assert [one["gpus"] for one in shapes] == SHAPES
         for one in shapes:
             size = sum(one["gpus"])
-            assert (one["used"], one["engines"], one["given"]) == (size, size, True), (title, one)
-            assert set(one["ranks"].values()) == {size}, (title, one)
-            assert one["as_planned"], (title, one)
+            assert (one["used"], one["given"], one["as_planned"]) == (size, True, True), (title, one)
             assert one["nodes"] == list(range(len(one["gpus"])))
+            # A judge takes turns with all engines, or has a GPU of its own.
+            if title == "judge grpo":
+                assert one["judges"] == (size if one["sleeps"] else 1), one
+                continue
+            assert one["engines"] == size, (title, one)
+            assert set(one["ranks"].values()) == {size}, (title, one)
             # A model with 0.1M parameters needs no sleep.
-            assert (one["sleeps"], one["sync"]) == (False, "ipc"), (title, one)
+            assert (one["sleeps"], one["sync"], one["judges"]) == (False, "ipc", 0), (title, one)
     assert found["placed"]["README ppo"][0]["ranks"].keys() == {"actor", "critic", "ref"}
     assert_first_cuda_calls(found["started"]["README grpo ['2']"], 2)
 
 
 @pytest.mark.timeout(900)  # eight GPUs are 24 processes
-@pytest.mark.parametrize("line", ["README ppo 1", "gkd 2", "rloo 4", "grpo 8"])
+@pytest.mark.parametrize("line", ["README ppo 1", "gkd 2", "judge grpo 2", "rloo 4", "grpo 8"])
 def test_other_commands_start_on_simulated_gpus(ray_folder, model, line):
     found = on_simulated_gpus(ray_folder, model, line)
     ((_, processes),) = found["started"].items()

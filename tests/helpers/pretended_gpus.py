@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "project"))
 
 from test_docs_parse import REPOSITORY, commands_in
 
-from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
 from rlhf_cli.backends.roles.start import Processes
 from rlhf_cli.command_table import COMMANDS, ONLINE
@@ -42,6 +42,11 @@ def readme_commands() -> dict[str, list[str]]:
     """Return the arguments of all online commands in the README."""
     found = commands_in("README.md", (REPOSITORY / "README.md").read_text())
     return {f"README {words[0]}": words for _, words in found if words[0] in DEFAULTS}
+
+
+def with_judge(model: str) -> dict[str, list[str]]:
+    """Return the arguments of a command that starts a judge model."""
+    return {"judge grpo": ["grpo", "--judge", model]}
 
 
 def checked(words: Sequence[str], folder: Path, model: str, rows: str) -> OnlineRun:
@@ -72,6 +77,7 @@ def placements(run: OnlineRun, cluster: Cluster, folder: Path) -> Iterator[dict[
             "nodes": sorted({island.node for island in layout.islands}),
             "ranks": {plan.role.name: len(layout.of(plan.role.name)) for plan in plans},
             "engines": len(layout.of(ENGINE)),
+            "judges": len(layout.of(JUDGE)),
             "sleeps": engines.settings.enable_sleep,
             "sync": engines.settings.sync_backend,
             # Five shares of 0.2 may add up to more than 1.
@@ -114,17 +120,23 @@ def first_cuda_calls(run: OnlineRun, cluster: Cluster, node_gpus: list[int], fol
         size = layout.local_size(name)
         groups[name] = group, group.build(f"first_cuda_call:{factory}", plan.settings, local_size=size)
     engines = start_roles._engine_plan(placed.config, run.models.policy, "transformers", processes)
-    started = [
-        processes.engine(number, replace(engines, backend="first_cuda_call:TransformersEngine"), {})
-        for number in range(len(layout.of(ENGINE)))
-    ]
+    plans = [engines, start_roles._judge_plan(placed.config, run.models, processes)]
+    started = {
+        plan.settings.role: [
+            processes.engine(number, replace(plan, backend="first_cuda_call:TransformersEngine"), {})
+            for number in range(len(layout.of(plan.settings.role)))
+        ]
+        for plan in plans
+        if plan is not None
+    }
     found = {}
     for name, (group, building) in groups.items():
         group.wait(building)
         found[name] = [vars(reached) for reached in group.all(lambda reached: reached)]
-    ray.get([building for _, building in started])
-    hosts = [worker.call.remote(host_engine) for worker, _ in started]
-    found[ENGINE] = [vars(reached) for reached in ray.get(hosts)]
+    for role, several in started.items():
+        ray.get([building for _, building in several])
+        hosts = [worker.call.remote(host_engine) for worker, _ in several]
+        found[role] = [vars(reached) for reached in ray.get(hosts)]
     reservation.release()
     return found
 
@@ -143,7 +155,7 @@ def main() -> None:
     folder = str(args.folder)
     runs = {
         title: checked(words, args.folder, args.model, args.rows)
-        for title, words in (DEFAULTS | readme_commands()).items()
+        for title, words in (DEFAULTS | readme_commands() | with_judge(args.model)).items()
     }
     nodes = NodesHere(
         initialize_head=True,
