@@ -56,7 +56,7 @@ class Process(Protocol):
         """Block until the episode has ended. For another thread."""
 
     def kill(self) -> None:
-        """End the episode. No-op if it has ended."""
+        """Stop the episode. No-op after the answer."""
 
     def close(self) -> ProgramEnd:
         """Release the process and return the outcome. Call it after `wait`."""
@@ -109,7 +109,7 @@ def start_program(
     variables: Mapping[str, str],
     lifeline: int,
 ) -> "subprocess.Popen[bytes]":
-    """Start a program in a process group that the kernel kills when the driver ends.
+    """Start a command in a process group that the kernel kills when the driver exits.
 
     Args:
         words: the command.
@@ -138,13 +138,13 @@ def wait_unreaped(process: "subprocess.Popen[bytes]") -> os.waitid_result | None
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process with its children. No-op if it has exited."""
+    """Kill a process and all children. No-op after the exit."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def reap(process: "subprocess.Popen[bytes]", errors: IO[bytes]) -> ProgramEnd | None:
-    """Wait for a process, kill its children, and return its failure, or None if its exit status is 0."""
+    """Wait for a process, kill its children, and return the failure, or None for exit status 0."""
     # Read the exit status before the kill, which would hide it.
     end = wait_unreaped(process)
     kill_group(process)

@@ -2,6 +2,9 @@
 
 A session is a cookie. POST /seed_session takes the row and begins an episode, and POST /TOOL takes the arguments of a
 call. POST /verify takes the row with the episode, in the form of OpenAI's Responses API, and returns `{"reward": 1.0}`.
+
+GymnasiumServer subclasses serve POST /reset and POST /step instead. Each step takes the row with one
+turn, and returns an observation, results of calls and a reward.
 """
 
 import json
@@ -23,6 +26,7 @@ from rlhf_cli.rewards.remote.call import MAX_ANSWER_BYTES, CallFailed, connectio
 PARAMETERS = "responses_create_params"
 """Column with the request to the model: its messages (`input`) and tools."""
 _SEED, _VERIFY = "/seed_session", "/verify"
+_RESET, _STEP = "/reset", "/step"
 # A FastAPI path such as /{path}, which may serve any tool.
 _ANY_PATH = "/{"
 
@@ -36,6 +40,7 @@ class NemoGymServer:
         self.headers = server_headers(url)
         self._row = row
         self.tools: tuple[dict[str, Any], ...] = ()
+        self._has_steps = False
 
     async def describe(self) -> EnvironmentDescription:
         """Return the tools of the rows.
@@ -50,9 +55,13 @@ class NemoGymServer:
         paths = _paths(text) if status == 200 else {}
         if status in NEEDS_KEY:
             raise SessionFailed(f"answered with status {status}: {KEY_ADVICE}")
-        if not {_SEED, _VERIFY} <= paths.keys():
-            raise SessionFailed("is not a resources server of NeMo Gym: /openapi.json does not list /verify")
         names = tool_names(self.tools)
+        self._has_steps = {_RESET, _STEP} <= paths.keys()
+        if self._has_steps:
+            about = f"tools {', '.join(names)}" if names else "text turns"
+            return EnvironmentDescription(self.tools, f"NeMo Gym server with {about}")
+        if not {_SEED, _VERIFY} <= paths.keys():
+            raise SessionFailed("is not a resources server of NeMo Gym: /openapi.json does not list /verify or /step")
         missing = [name for name in names if f"/{name}" not in paths]
         if missing and not any(path.startswith(_ANY_PATH) for path in paths):
             raise SessionFailed(f"does not have the tool {missing[0]!r} of the first row")
@@ -61,7 +70,7 @@ class NemoGymServer:
 
     def session(self) -> "_NemoGymSession":
         """Create a session that is not open yet."""
-        return _NemoGymSession(self)
+        return _SteppedSession(self) if self._has_steps else _NemoGymSession(self)
 
     async def check_sessions(self, count: int) -> None:
         """Do nothing: a session is a cookie, and servers announce no limit."""
@@ -80,7 +89,8 @@ class _NemoGymSession:
         """Answer an action. `Reset` begins the session; `Text` and `Finish` end it with the reward."""
         match action:
             case Reset():
-                return await self._begin(action.row)
+                await self._begin(action.row, _SEED)
+                return Reply()
             case Calls(calls, text):
                 self._add_message(text)
                 return await self._make_calls(calls)
@@ -93,26 +103,31 @@ class _NemoGymSession:
         if self._http is not None:
             await self._http.close()
 
-    async def _begin(self, row: Mapping[str, Any]) -> Reply:
+    async def _begin(self, row: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Open the connections, and send the row. Returns the server's answer."""
         if row_tools(row) != self._server.tools:
             raise SessionFailed("has one set of tools for all rows: this row has others than the first one")
         # unsafe: otherwise servers with an IP address have no cookies.
         jar = aiohttp.CookieJar(unsafe=True)
         self._http = aiohttp.ClientSession(headers=self._server.headers, cookie_jar=jar)
         self._row = row
-        await self._post(_SEED, row)
-        return Reply()
+        return _object(await self._post(path, row))
 
     async def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
         """Run calls one after another. In the output, the results follow all calls, as in NeMo Gym's agents."""
-        names = [f"call_{len(self._output) + place}" for place in range(len(calls))]
-        for name, one in zip(names, calls, strict=True):
-            called = {"name": one.name, "arguments": json.dumps(one.arguments), "call_id": name}
-            self._output.append({"type": "function_call", **called})
+        names = self._add_calls(calls)
         results = [await self._call(one) for one in calls]
         for name, result in zip(names, results, strict=True):
             self._output.append({"type": "function_call_output", "call_id": name, "output": result})
         return Reply(tuple(results))
+
+    def _add_calls(self, calls: Sequence[ToolCall]) -> list[str]:
+        """Add calls to the output. Returns their names."""
+        names = [f"call_{len(self._output) + place}" for place in range(len(calls))]
+        for name, one in zip(names, calls, strict=True):
+            called = {"name": one.name, "arguments": json.dumps(one.arguments), "call_id": name}
+            self._output.append({"type": "function_call", **called})
+        return names
 
     async def _call(self, call: ToolCall) -> str:
         """Run a tool. Returns the body of the response with any status, as agents of NeMo Gym do."""
@@ -132,23 +147,24 @@ class _NemoGymSession:
 
     async def _verify(self) -> Reply:
         """End the episode with the server's reward."""
-        parameters = self._row[PARAMETERS]
+        answer = await self._post(_VERIFY, self._row_with(self._output))
+        if (reward := _object(answer).get("reward")) is None:
+            raise SessionFailed(f"returned no reward from /verify: {answer[:LONGEST_REASON]}")
+        return Reply(("",), reward=number(reward, "reward of /verify"), is_done=True)
+
+    def _row_with(self, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the row with a response that has this output."""
         response = {
             "id": "resp_0",
             "object": "response",
             "created_at": 0,
             "model": "policy",
-            "output": self._output,
+            "output": output,
             "parallel_tool_calls": True,
             "tool_choice": "auto",
-            "tools": parameters.get("tools") or [],
+            "tools": self._row[PARAMETERS].get("tools") or [],
         }
-        answer = await self._post(_VERIFY, {**self._row, "response": response})
-        try:
-            reward = json.loads(answer)["reward"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise SessionFailed(f"returned no reward from /verify: {answer[:LONGEST_REASON]}") from None
-        return Reply(("",), reward=number(reward, "reward of /verify"), is_done=True)
+        return {**self._row, "response": response}
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> str:
         assert self._http is not None
@@ -156,6 +172,47 @@ class _NemoGymSession:
         if status != 200:
             raise SessionFailed(f"answered with status {status} at {path}: {' '.join(text.split())[:LONGEST_REASON]}")
         return text
+
+
+class _SteppedSession(_NemoGymSession):
+    """One episode at a server with /reset and /step."""
+
+    async def answer(self, action: Action) -> Reply:
+        """Answer an action with a step of the server. A last action without text needs none."""
+        calls: Sequence[ToolCall] = ()
+        match action:
+            case Reset():
+                begun = await self._begin(action.row, _RESET)
+                # A dialogue appends it to the last message of the row.
+                return Reply((f"\n\n{text}",) if (text := begun.get("observation")) else ())
+            case Finish(""):
+                return Reply(is_done=True)
+            case Calls(calls, text):
+                pass
+            case Text(text) | Finish(text):
+                pass
+        return await self._step(text, calls)
+
+    async def _step(self, text: str, calls: Sequence[ToolCall]) -> Reply:
+        before = len(self._output)
+        self._add_message(text)
+        names = self._add_calls(calls)
+        written = await self._post(_STEP, self._row_with(self._output[before:]))
+        answer = _object(written)
+        if not {"reward", "terminated"} <= answer.keys():
+            raise SessionFailed(f"returned no reward from /step: {written[:LONGEST_REASON]}")
+        observation = answer.get("observation") or ""
+        results = {found["call_id"]: found["output"] for found in (answer.get("info") or {}).get("tool_outputs", ())}
+        found = [str(results.get(name, "")) for name in names] or [""]
+        # A turn with calls has only their results, so that an observation joins the last one.
+        found[-1] = "\n".join(filter(None, (found[-1], observation)))
+        is_truncated = bool(answer.get("truncated"))
+        return Reply(
+            tuple(found),
+            reward=number(answer["reward"], "reward of /step"),
+            is_done=bool(answer["terminated"]) or is_truncated,
+            is_truncated=is_truncated,
+        )
 
 
 async def request(
@@ -192,8 +249,14 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(text: str) -> dict[str, Any]:
-    try:
-        paths = json.loads(text)["paths"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return {}
+    paths = _object(text).get("paths")
     return paths if isinstance(paths, dict) else {}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return a JSON object, or {} for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,7 +1,7 @@
-"""Environments of the package verifiers, played by worker processes of an interpreter that has it.
+"""Environments from the verifiers package, played by worker processes in a separate interpreter.
 
 A worker (verifiers_worker.py) loads the environment once and plays one episode at a time. It calls the policy through
-the endpoint, like an agent program, and returns the reward of the environment's rubric.
+the endpoint, like an agent, and returns the reward from the environment's rubric.
 """
 
 import asyncio
@@ -116,10 +116,10 @@ class _Worker:
         self.answer = json.loads(received)
 
     def kill(self) -> None:
-        """Kill the process with its tool servers, unless it has answered."""
+        """Kill the process and all tool servers, unless the answer has arrived."""
         if self.answer is None:
             self._is_killed = True
-            # Tool servers have process groups of their own.
+            # Tool servers run in separate process groups.
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(self._process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Program for the interpreter that has the package verifiers (0.4.0): lists the tasks of an environment, or plays them.
+"""Script for the interpreter with the verifiers package (0.4.0): lists the tasks in an environment, or plays them.
 
     python verifiers_worker.py check NAME          loads the environment
     python verifiers_worker.py rows NAME FILE      writes its tasks as rows
@@ -27,7 +27,7 @@ _LIMITS = ("max_turns_exceeded", "context_length_exceeded")
 _KEY = "RLHF_API_KEY"
 _MOST_BYTES = 1 << 26
 Foreign = Any
-"""An object of verifiers, openai or mcp, whose types the driver's interpreter does not have."""
+"""An object from verifiers, openai or mcp, whose types are unknown in the driver."""
 _NO_PROMPT = "(The environment writes the first message.)"
 
 
@@ -190,7 +190,7 @@ async def _outcome(env: Foreign, row: Mapping[str, Foreign], access: Mapping[str
 def _harness_module(vf: ModuleType) -> ModuleType:
     """Return a module with a harness like `null` of verifiers: a chat with the task's tools.
 
-    It runs in this process, without the interpreter that verifiers would install with uv for each program.
+    Runs in this process, without the interpreter that verifiers would install with uv for each episode.
     """
     from openai import AsyncOpenAI, BadRequestError
     from verifiers.v1.dialects.chat import message_to_wire

@@ -49,7 +49,7 @@ class EpisodeConfig(SettingsGroup):
     """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
     to start an MCP server; mcp:URL for a running MCP server; nemo_gym:URL for a resources server of NeMo Gym;
     textarena:GAME for a game of the package textarena; harbor:docker for task folders of Harbor; or verifiers:NAME for
-    an environment of the package verifiers, in the interpreter RLHF_VERIFIERS_PYTHON. Each response becomes a
+    an environment from the verifiers package, run by RLHF_VERIFIERS_PYTHON. Each response becomes a
     multi-turn episode: the class's public methods, or the server's tools, are the model's tools. Without tools,
     step(text) replies to the model.
     """
@@ -83,7 +83,7 @@ class EpisodeConfig(SettingsGroup):
 
     @property
     def runs_programs(self) -> bool:
-        """Whether programs request the turns: an agent program, or the workers of verifiers."""
+        """Whether external processes request turns: an agent program, or verifiers workers."""
         return self.agent_command is not None or (self.environment or "").startswith(VERIFIERS_PREFIX)
 
     def identity(self, *, max_len: int) -> dict[str, object]:

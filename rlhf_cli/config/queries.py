@@ -12,7 +12,7 @@ HARBOR_PREFIX = "harbor:"
 """Prefix of prompts that are task folders of Harbor, and of the environment that runs them."""
 
 VERIFIERS_PREFIX = "verifiers:"
-"""Prefix of an environment of the package verifiers, and of prompts that are its tasks."""
+"""Prefix for environments from the verifiers package, and for prompts from the same package."""
 
 
 def parameters_of(name: str, query: str, defaults: Mapping[str, object]) -> dict[str, object]:

@@ -47,10 +47,12 @@ START = """
 import sys
 from unittest.mock import MagicMock
 import importlib, uvicorn
+from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.server_utils import ServerClient
 module, name, port = sys.argv[1:]
 app = importlib.import_module(f"resources_servers.{module}.app")
-config = getattr(app, name + "Config")(host="127.0.0.1", port=int(port), entrypoint="", name=module)
+kind = getattr(app, name + "Config", BaseResourcesServerConfig)
+config = kind(host="127.0.0.1", port=int(port), entrypoint="", name=module)
 server = getattr(app, name)(config=config, server_client=MagicMock(spec=ServerClient))
 uvicorn.run(server.setup_webserver(), host="127.0.0.1", port=int(port), log_level="warning")
 """
@@ -131,10 +133,78 @@ class CounterLike:
         return web.json_response({**body, "reward": float(is_right)})
 
 
-@pytest.fixture
-def like() -> Iterator[tuple[CounterLike, str]]:
-    """Start the stand-in, in an event loop of its own."""
-    server, port = CounterLike(), free_port()
+FOLLOW_UPS_ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "What is 15 multiplied by 8?"}]},
+    "follow_ups": ["Now divide that result by 6."],
+    "expected_answer": "20",
+}
+JUMP = {"type": "function", "name": "jump", "description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+class SteppedLike:
+    """Follows the class GymnasiumServer of nemo-gym 0.4.0 and its `example_multi_turn_gymnasium`, with a tool."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.app = web.Application()
+        self.app.add_routes(
+            [
+                web.get("/openapi.json", self.paths),
+                web.post("/reset", self.reset),
+                web.post("/step", self.step),
+            ]
+        )
+
+    async def paths(self, request: web.Request) -> web.Response:
+        return web.json_response({"paths": {"/reset": {}, "/step": {}, "/aggregate_metrics": {}}})
+
+    async def reset(self, request: web.Request) -> web.Response:
+        response = web.json_response({"observation": (await request.json()).get("opening"), "info": {}})
+        response.set_cookie("session", "0")
+        return response
+
+    async def step(self, request: web.Request) -> web.Response:
+        turn, body = int(request.cookies["session"]), await request.json()
+        self.steps.append(body)
+        output = body["response"]["output"]
+        if body.get("is_broken"):
+            return web.json_response({"detail": "no step"})
+        answer: dict[str, Any] = {
+            "observation": None,
+            "reward": 0.0,
+            "terminated": False,
+            "truncated": False,
+            "info": {},
+        }
+        calls = [one for one in output if one["type"] == "function_call"]
+        if calls:
+            found = [{"call_id": one["call_id"], "output": f"{one['name']} {place}"} for place, one in enumerate(calls)]
+            answer |= {"info": {"tool_outputs": found[::-1]}, "observation": "look", "reward": 0.25}
+        elif turn < len(body["follow_ups"]):
+            answer["observation"] = body["follow_ups"][turn]
+        else:
+            text = "".join(part["text"] for one in output for part in one["content"])
+            answer |= {"reward": float(body["expected_answer"] in text), "terminated": text != "late"}
+            answer["truncated"] = text == "late"
+        response = web.json_response(answer)
+        response.set_cookie("session", str(turn + 1))
+        return response
+
+
+def check_follow_ups(url: str) -> None:
+    """Play two episodes of the questions at the same time."""
+    with opened(url, FOLLOW_UPS_ROW) as environments:
+        assert environments.description.about == "NeMo Gym server with text turns"
+        for episode, last in enumerate(("It is 20.", "It is 2.")):
+            assert ask(environments, episode, Reset(FOLLOW_UPS_ROW, 0)) == Reply()
+            assert ask(environments, episode, Text("120")) == Reply(("Now divide that result by 6.",))
+            assert ask(environments, episode, Text(last)) == Reply(("",), reward=1.0 - episode, is_done=True)
+
+
+@pytest.fixture(params=[CounterLike])
+def like(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    """Start a stand-in, in an event loop of its own."""
+    server, port = request.param(), free_port()
     thread, runner = LoopThread("server"), web.AppRunner(server.app)
 
     async def start() -> None:
@@ -227,6 +297,39 @@ def test_a_server_without_tools_rewards_the_first_turn(real: str, text: str, rew
         assert environments.description.about == "NeMo Gym server with a reward for the first turn"
         assert ask(environments, 0, Reset(row, 0)) == Reply()
         assert ask(environments, 0, Text(text)) == Reply(("",), reward=reward, is_done=True)
+
+
+stepped = pytest.mark.parametrize("like", [SteppedLike], indirect=True)
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "real", [("example_multi_turn_gymnasium", "ExampleMultiTurnEnv")], indirect=True, ids=["questions"]
+)
+def test_the_example_server_with_steps_gives_the_same_replies(real: str) -> None:
+    check_follow_ups(real)
+
+
+@stepped
+def test_each_step_sends_one_turn_and_returns_the_next_message(like: tuple[SteppedLike, str]) -> None:
+    server, url = like
+    check_follow_ups(url)
+    assert [step["response"]["output"][0]["content"][0]["text"] for step in server.steps[:2]] == ["120", "It is 20."]
+
+
+@stepped
+def test_steps_with_tools_openings_limits_and_faults(like: tuple[SteppedLike, str]) -> None:
+    row = FOLLOW_UPS_ROW | {"responses_create_params": {"input": "Jump.", "tools": [JUMP]}, "follow_ups": []}
+    with opened(like[1], row) as environments:
+        assert environments.description.about == "NeMo Gym server with tools jump"
+        assert ask(environments, 0, Reset(row | {"opening": "Your turn."}, 0)) == Reply(("\n\nYour turn.",))
+        both = Calls((call("jump"), call("jump")), "I jump.")
+        assert ask(environments, 0, both) == Reply(("jump 0", "jump 1\nlook"), reward=0.25)
+        assert ask(environments, 0, Finish("")) == Reply(is_done=True)
+        ask(environments, 1, Reset(row, 0))
+        assert ask(environments, 1, Finish("late")) == Reply(("",), is_done=True, is_truncated=True)
+        ask(environments, 2, Reset(row | {"is_broken": True}, 0))
+        assert ask(environments, 2, Finish("20")).failure == 'returned no reward from /step: {"detail": "no step"}'
 
 
 def test_the_model_reads_errors_of_tools_and_calls_no_other_path(like: tuple[CounterLike, str]) -> None:
