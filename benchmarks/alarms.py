@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -22,9 +22,9 @@ from typing import Any
 from common import machine, make_parser, rlhf, run_quietly, table, write_rows
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.backends.roles.groups import ActorRole, ReferenceRole
+from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, ReferenceRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.ranks import ActorRank, FrozenPolicyRank
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
@@ -213,7 +213,9 @@ class Scorer:
 
     def add(self, requests: Sequence[ScoreRequest]) -> range:
         first = len(self._scores)
-        self._scores += [Score(self._reward(request), "scored") for request in requests]
+        self._scores += [
+            Score(self._reward(request), "correct" if is_right(request) else "wrong") for request in requests
+        ]
         return range(first, len(self._scores))
 
     def ready(self) -> list[tuple[int, Score]]:
@@ -234,13 +236,16 @@ class Log(SilentTracker):
         self._file.log(step, metrics)
 
 
-def train_grpo(root: Path, folder: Path, fault: Fault, seed: int) -> None:
-    """Train in this process and write metrics.jsonl."""
+def train_here(root: Path, folder: Path, fault: Fault, seed: int, command: str = "grpo") -> None:
+    """Train with an online command in this process and write metrics.jsonl."""
     pretrain = str(with_dropout(root / "sft" / "model", folder / "model", fault.dropout))
     data = changed_rows(root / "data" / "train.jsonl", folder / "data.jsonl", fault.rows, seed)
     values = {**GRPO, "pretrain": pretrain, "prompt_data": str(data), "output": str(folder), "seed": str(seed)}
-    config: OnlineConfig = build_config(COMMANDS["grpo"].config_class, {**values, **fault.settings})
-    settings = OnlineSettings.of(config, ESTIMATORS["grpo"])
+    values |= fault.settings
+    kind = COMMANDS[command].config_class
+    config: OnlineConfig = build_config(kind, {**kind.implied(values), **values})
+    algorithm = ESTIMATORS[config.estimator]
+    settings = OnlineSettings.of(config, algorithm)
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.prompts, tokenizer, max_new_tokens=16, seed=seed, reward=config.reward)
     planner = MicroBatchPlanner(1, config.batch, 0.0)
@@ -263,6 +268,7 @@ def train_grpo(root: Path, folder: Path, fault: Fault, seed: int) -> None:
         actor=ActorRole(OneRank(actor), planner, takes_turns=False),  # type: ignore[arg-type]
         engines=engine,
         scorer=scorer,
+        critic=critic_of(role, config, planner) if algorithm.critic else None,
         frozen_policies={"ref": reference},
     )
     log = Log(folder)
@@ -275,6 +281,12 @@ def train_grpo(root: Path, folder: Path, fault: Fault, seed: int) -> None:
     state = first_state(config.policy)
     train_online(roles, source, state=state, total_iterations=ITERATIONS, save_steps=-1, hooks=hooks)
     engine.end()
+
+
+def critic_of(role: RoleSettings, config: OnlineConfig, planner: MicroBatchPlanner) -> CriticRole:
+    """Return a critic, whose hidden layers begin as those of the policy."""
+    rank = CriticRank(replace(role, learning_rate=config.critic.critic_learning_rate))
+    return CriticRole(OneRank(rank), planner, takes_turns=False)  # type: ignore[arg-type]
 
 
 def train_sft(root: Path, folder: Path, fault: Mapping[str, Any], seed: int) -> None:
@@ -337,7 +349,7 @@ def run_folder(root: Path, command: str, fault: str, seed: int) -> Path:
 
 def measure(root: Path, command: str, num_seeds: int) -> None:
     """Train all runs that are not finished."""
-    train: Callable[..., None] = train_grpo if command == "grpo" else train_sft
+    train: Callable[..., None] = train_here if command == "grpo" else train_sft
     for name, seed in unfinished(root, command, num_seeds):
         folder = run_folder(root, command, name, seed)
         folder.mkdir(parents=True, exist_ok=True)
