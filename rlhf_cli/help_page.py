@@ -67,9 +67,7 @@ class HelpPageGroup(TyperGroup):
         for name, member in self.commands.items():
             assert isinstance(member, TyperCommand)
             panels.setdefault(member.rich_help_panel or "Commands", []).append((name, member.short_help or ""))
-        usage = (
-            f"{ctx.command_path} COMMAND [--FLAG VALUE]...\n       {ctx.command_path} --version | --install-completion"
-        )
+        usage = f"{ctx.command_path} COMMAND [--FLAG VALUE]... | --version | --install-completion"
         lines = _page(self, panels, usage=usage)
         formatter.write(_encodable("\n".join(lines) + "\n"))
 
