@@ -10,6 +10,7 @@ from rlhf_cli.config.plugins import Plugin
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Temperature, fault_of_vllm_args
 
 SyncBackend = Literal["nccl", "ipc", "shm"]
+PromptSampling = Literal["shuffle", "variance", "source_variance"]
 
 CPU_CACHE_GIB = 1
 """Limit of an engine's KV cache without a GPU."""
@@ -150,9 +151,10 @@ class RolloutConfig(SamplingConfig):
     """Epochs over the prompts."""
     max_iterations: int | None = Field(None, gt=0)
     """Stop after this number of iterations."""
-    prompt_sampling: Literal["shuffle", "variance"] = "shuffle"
+    prompt_sampling: PromptSampling = "shuffle"
     """How to choose prompts. shuffle: each one once per episode. variance: prompts whose rewards varied when they were
-    last sampled are drawn more often; new ones count as most varied. An episode is still as many iterations."""
+    last sampled are drawn more often; new ones count as most varied. source_variance: the same for sources of prompts
+    (`data_source` or data set), so that their mixture follows the run. An episode is still as many iterations."""
     rollout_seed: int | None = Field(None, ge=0, lt=2**32)
     """Random seed for sampling and environments. Default: seed."""
 

@@ -237,6 +237,7 @@ class Run:
         **more: Any,
     ) -> None:
         self.journal: list[str] = []
+        self.prompts = PROMPTS
         self.actor = FakeModel("actor", self.journal, level=-1.0)
         self.critic = FakeModel("critic", self.journal)
         self.has_critic = ESTIMATORS[algorithm].critic
@@ -291,7 +292,7 @@ class Run:
                 self.engines,
                 self.scorer,
                 self.settings,
-                PROMPTS,
+                self.prompts,
                 lambda token_ids: "".join(map(str, token_ids)),
                 self.tracker.message,
             ),

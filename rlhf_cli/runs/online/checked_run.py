@@ -34,7 +34,13 @@ from rlhf_cli.planning.workload import CPU_PLACES
 from rlhf_cli.runs.adapter_rates import adapter_rate_notices
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import online_workload, shortage_notice, with_batching
-from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, correction_notices, most_episodes
+from rlhf_cli.runs.online.checks import (
+    check_partial_rollout,
+    check_settings,
+    check_sources,
+    correction_notices,
+    most_episodes,
+)
 from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
 from rlhf_cli.runs.online.group_files import check_state
 from rlhf_cli.runs.online.identity import online_identity
@@ -298,6 +304,7 @@ def _load_data(
         reader=reader,
         environment=episodes.description if episodes else None,
     )
+    check_sources(config, data.prompts)
     eval_data = load_evaluation_prompts(config, model.tokenizer, reader, episodes)
     for read in (data, eval_data):
         if episodes is not None and read is not None:

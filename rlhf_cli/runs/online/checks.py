@@ -4,6 +4,7 @@ No module-level import of torch: these checks run before anything heavy is loade
 """
 
 import math
+from collections.abc import Sequence
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -13,7 +14,9 @@ from rlhf_cli.config.presets import PRESETS
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import UsageError, listed
+from rlhf_cli.trainers.online.curriculum import curriculum_keys
 
 _OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
 """Second half of error messages for settings that do not support episodes."""
@@ -118,10 +121,10 @@ def _check_room(config: OnlineConfig) -> None:
 
 def check_selection(config: OnlineConfig) -> None:
     """Raise UsageError if dynamic sampling or a curriculum has no scores for selecting prompts."""
-    is_curriculum = config.rollout.prompt_sampling == "variance"
+    is_curriculum = config.rollout.prompt_sampling != "shuffle"
     if config.dynamic_sampling is None and not is_curriculum:
         return
-    flag = "--prompt_sampling variance" if is_curriculum else "--dynamic_filtering"
+    flag = f"--prompt_sampling {config.rollout.prompt_sampling}" if is_curriculum else "--dynamic_filtering"
     if config.rollout.n_samples_per_prompt < 2:
         raise UsageError(f"{flag} compares responses to the same prompt: set --n_samples_per_prompt to at least 2")
     reward = config.reward
@@ -136,6 +139,18 @@ def check_selection(config: OnlineConfig) -> None:
         raise UsageError(
             f"{flag} needs the rewards of the iteration before, but --async_train samples ahead of it: remove one, or "
             "set --max_staleness 0"
+        )
+
+
+def check_sources(config: OnlineConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError if the mixture of sources is to follow the run, and there is only one source."""
+    if config.rollout.prompt_sampling != "source_variance":
+        return
+    sources = sorted(set(curriculum_keys(prompts, "source_variance")))
+    if len(sources) < 2:
+        raise UsageError(
+            f"--prompt_sampling source_variance needs prompts of several sources, but all are of {sources[0]}: pass "
+            "several data sets, add a column data_source, or set --prompt_sampling variance"
         )
 
 

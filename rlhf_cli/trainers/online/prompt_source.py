@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import GenerationRequest
@@ -10,7 +10,14 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.curriculum import curriculum_metrics, draw_prompts, reward_variance
+from rlhf_cli.trainers.online.curriculum import (
+    curriculum_keys,
+    curriculum_metrics,
+    draw_prompts,
+    reward_variance,
+    source_shares,
+    variances_after,
+)
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.rollout import (
@@ -88,7 +95,7 @@ class RolloutSource:
             chosen = self._chosen(state)
             sampled = await sample_once(self._sampler(state), self._prompts_at(chosen, state), timer)
             self._check_scores(sampled, state)
-            if self.settings.rollout.prompt_sampling == "variance":
+            if self.settings.rollout.prompt_sampling != "shuffle":
                 return self._learned(state, chosen, sampled)
             return sampled, self._after(state, sampled)
         batch = DynamicBatch(
@@ -154,30 +161,36 @@ class RolloutSource:
         rollout, num_prompts = self.settings.rollout, len(self.prompts)
         batches = _batches(num_prompts, self.settings, batch_size=rollout.rollout_batch_size)
         chosen = batches[state.iteration]
-        if rollout.prompt_sampling == "variance":
+        if rollout.prompt_sampling != "shuffle":
             chosen = draw_prompts(
-                _variances_of(state),
-                num_prompts=num_prompts,
+                state.reward_variances,
+                self._keys,
                 size=len(chosen),
                 seed=self.settings.batch.seed,
                 iteration=state.iteration,
             )
         return chosen.tolist()
 
+    @cached_property
+    def _keys(self) -> list[str]:
+        return curriculum_keys(self.prompts, self.settings.rollout.prompt_sampling)
+
     def _learned(
         self, state: SourceState, chosen: Sequence[int], sampled: SampledGroups
     ) -> tuple[SampledGroups, SourceState]:
         """Return the batch with metrics of the curriculum, and the state with the variances of its rewards."""
-        variances = _variances_of(state)
-        metrics = curriculum_metrics(variances, chosen, num_prompts=len(self.prompts))
-        for index, group in zip(chosen, sampled.groups, strict=True):
+        sampling = self.settings.rollout.prompt_sampling
+        drawn, found = [self._keys[index] for index in chosen], dict[str, list[float]]()
+        for key, group in zip(drawn, sampled.groups, strict=True):
             variance = reward_variance(scores_of(group))
             # Failed rewards say nothing about the prompt.
             if variance is not None:
-                variances[index] = variance
-        after = replace(
-            self._after(state, sampled), reward_variances={str(index): value for index, value in variances.items()}
-        )
+                found.setdefault(key, []).append(variance)
+        metrics = curriculum_metrics(state.reward_variances, drawn, num_keys=len(set(self._keys)))
+        if sampling == "source_variance":
+            metrics |= source_shares(drawn, self._keys)
+        variances = variances_after(state.reward_variances, found, sampling)
+        after = replace(self._after(state, sampled), reward_variances=variances)
         return replace(sampled, metrics=sampled.metrics | metrics), after
 
     def _report_shortage(self, sampled: SampledGroups, left: SourceState) -> None:
@@ -202,12 +215,6 @@ class RolloutSource:
                 ", so it is skipped: choose prompts that the model solves sometimes, or raise n_samples_per_prompt"
             )
         self.tell(f"Iteration {iteration}: {asked} gave {len(sampled.groups)} of {size} groups ({shares}); {reason}")
-
-
-def _variances_of(state: SourceState) -> dict[int, float]:
-    """Return the variance of each prompt's last rewards by its index."""
-    # Keys of JSON objects are text.
-    return {int(index): variance for index, variance in state.reward_variances.items()}
 
 
 def _expected_tokens(state: SourceState, prompt: Prompt) -> int:

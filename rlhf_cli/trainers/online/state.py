@@ -98,8 +98,7 @@ class SourceState:
     - `iteration`: number of batches so far.
     - `lengths`: mean response length in tokens by source.
     - `prompt_lengths`: last response length per prompt by source and row number, in runs with several episodes.
-    - `reward_variances`: variance of a prompt's rewards when it was last sampled, by its index as text, with
-      `--prompt_sampling variance`.
+    - `reward_variances`: by key (`curriculum.py`), with `--prompt_sampling variance` or `source_variance`.
     - `num_taken`: number of prompts taken from the run's order with dynamic sampling; `postponed` ones are sampled
       again.
     - `surplus`: groups for the next batch.

@@ -281,6 +281,7 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
 )
 def test_a_curriculum_needs_the_rewards_of_the_iteration_before(given, message):
     least = {"prompt_sampling": "variance", "n_samples_per_prompt": "2"}
+    check_selection(resolve("reinforce++", **least | {"prompt_sampling": "source_variance"}))
     check_selection(resolve("reinforce++", **least))
     with pytest.raises(UsageError, match=message):
         check_selection(resolve("reinforce++", **least | given))
