@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import make_tiny_tokenizer
 from preference_training import Trained
 from tiny_training import LEARNING_RATE, OPTIM, Items, Layout, load_policy, make_engine, make_sequences, weights_of
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -32,6 +31,9 @@ MIXED = DistillObjective(DivergenceSettings(0.5, 0.9, 3), kd_coef=0.7)
 
 def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None, seed: int = 11) -> Path:
     """Save a random language model that is wider than the tiny policy."""
+    # Processes of ranks import this module without pytest's path.
+    from conftest import make_tiny_tokenizer
+
     torch.manual_seed(seed)
     size = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     tokenizer = tokenizer or make_tiny_tokenizer()

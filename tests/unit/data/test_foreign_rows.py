@@ -220,7 +220,8 @@ def test_the_page_reads_columns_that_rows_of_samples_have():
     prompt = Prompt([1], "p", "l", "d", 0, pictures=(picture,))
     branch = Branch([1], [2], ((0, 1),), ({"role": "user", "content": "p"},))
     episode = Episode(((0, 1),), (1.0,), opening="Begin.", cut="ended it at a limit", earlier=(branch,))
-    row = sample_row(sample_of(prompt, Generation([1], [0.0], "stop", 0, episode), Score(1.0, "correct"), text="r"))
+    score = Score(1.0, "correct", judgements=[{"reason": "right"}])
+    row = sample_row(sample_of(prompt, Generation([1], [0.0], "stop", 0, episode), score, text="r"))
     scripts = [(PAGE / f"{name}.js").read_text() for name in ("sample", "samples", "groups")]
     read = {name for script in scripts for name in re.findall(r"\brow\.(\w+)\b(?!\()", script)}
     assert read <= {"step", "advantage", "number", "prompt_number", *row}

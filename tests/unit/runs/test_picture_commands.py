@@ -111,7 +111,7 @@ def test_llava_learns_to_stop_by_the_template_of_the_examples(tmp_path: Path) ->
 def test_packs_of_the_command_have_the_pictures_of_their_rows(command: str, num_pictures: int, folder: Path) -> None:
     items = task_of(command, folder).items.data
     made = items.collate([0, 1])
-    pack = made if command in ("sft", "distill") else made.pack
+    pack = made if command == "sft" else made.pack
     assert len(pack.pictures.pictures) == num_pictures
     if command == "kto":  # a question about another image is a different prompt
         assert items.partners.tolist() == [1, 0]
