@@ -276,7 +276,8 @@ def _of_engines(config: CommandConfig, plan: Plan) -> Iterator[Values]:
     assert engine is not None
     for share in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         yield {"vllm_gpu_memory_utilization": share}
-    for size in (1, 2, 4, 8):
+    # On a CPU, all processes of an engine share its cores and memory.
+    for size in () if plan.work.hardware.is_cpu else (1, 2, 4, 8):
         # As many GPUs as before, if their number is set.
         number: Values = {} if given is None else {"vllm_num_engines": max(1, given * engine.size // size)}
         yield {"vllm_tensor_parallel_size": size, **number}

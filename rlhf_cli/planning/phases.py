@@ -22,6 +22,10 @@ _CPU_SERVER = 0.5 * GIB
 """Memory on a CPU of `chat` and `serve-rm` without models: resident set sizes with 0.3M parameters
 (docs/benchmarks.md)."""
 
+_CHOSEN = 0.85
+"""Fraction of host memory that chosen micro-batches fill: a forecast may be 15 % too low, and the kernel kills a
+process that allocates more than there is."""
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -68,11 +72,10 @@ def _fit_to_host(work: Workload, given: int | None, recomputes: bool | None) -> 
     """
     # Rows may be longer than planned, so assume full micro-batches.
     full = replace(work, tokens=replace(work.tokens, trained=math.inf))
-    limit = USABLE * work.hardware.memory
 
-    def lacks(again: bool, size: int) -> bool:
+    def lacks(share: float, again: bool, size: int) -> bool:
         batching = Batching(again, size)
-        return total(host_memory(full, gpu_memory(full, batching), batching)) > limit
+        return total(host_memory(full, gpu_memory(full, batching), batching)) > share * work.hardware.memory
 
     wanted = given or DEFAULT_TOKENS
     # The longest sequence cannot be split.
@@ -81,15 +84,16 @@ def _fit_to_host(work: Workload, given: int | None, recomputes: bool | None) -> 
     num_fit, again = 0, bool(recomputes)
     for again in [False, True] if recomputes is None else [recomputes]:
         # False sorts before True.
-        num_fit = bisect_left(sizes, True, key=partial(lacks, again))
+        num_fit = bisect_left(sizes, True, key=partial(lacks, _CHOSEN, again))
         if num_fit:
             break
     tokens = sizes[max(0, num_fit - 1)]
     if again == bool(recomputes) and tokens == wanted:
         return Batching(again, tokens)
     mode = f"gradient checkpointing {'on' if again else 'off'}, up to {tokens:,} tokens per micro-batch"
-    verdict = "fit" if num_fit else "DO NOT FIT"
-    return Batching(again, tokens, f"{mode}, which {verdict} in {limit / GIB:.1f} GiB of host memory")
+    limit = (_CHOSEN if num_fit else USABLE) * work.hardware.memory / GIB
+    verdict = "DO NOT FIT" if lacks(USABLE, again, tokens) else "fit"
+    return Batching(again, tokens, f"{mode}, which {verdict} in {limit:.1f} GiB of host memory")
 
 
 def _tokens_of_pack(work: Workload, batching: Batching) -> float:

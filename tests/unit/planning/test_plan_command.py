@@ -14,7 +14,7 @@ from plans import LARGE, SMALL, plan_config, plan_of, plans_of
 from rlhf_cli import cli
 from rlhf_cli.commands.plan import PLANNED
 from rlhf_cli.planning.architectures import published
-from rlhf_cli.planning.changes import with_values
+from rlhf_cli.planning.changes import candidates, with_values
 from rlhf_cli.planning.memory import GIB
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.runs.plan import DOES_NOT_FIT
@@ -307,7 +307,7 @@ def test_micro_batches_on_a_cpu_shrink_to_fit_before_layers_are_recomputed():
     assert (recomputes, fits) == (False, True)
     assert tokens < 16_192
     # The longest sequence has no room without checkpointing.
-    assert planned(10) == (True, 16_192, True)
+    assert planned(11.5) == (True, 16_192, True)
     assert planned(20, train_max_tokens_per_gpu=16_192) == (True, 16_192, True)
     assert planned(20, gradient_checkpointing="false", train_max_tokens_per_gpu=16_192) == (False, 16_192, False)
     assert planned(5) == (True, 2560, False)
@@ -397,3 +397,10 @@ def test_an_adapter_folder_is_planned_with_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": SMALL, "r": 8}))
     role = plan_of("sft", pretrain=str(tmp_path)).work.roles["model"]
     assert role.num_trained == plan_of("sft", pretrain=SMALL, lora_rank=8).work.roles["model"].num_trained
+
+
+def test_a_cpu_gets_no_advice_to_split_engines():
+    for gpu, splits in (("cpu", False), ("h100", True)):
+        plan = plan_of("grpo", pretrain=SMALL, gpu=gpu, num_gpus=None if gpu == "cpu" else 8)
+        proposed = [values for values in candidates(plan.work.config, plan) if "vllm_tensor_parallel_size" in values]
+        assert bool(proposed) is splits
