@@ -19,7 +19,7 @@ from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.plugins import contents_of_plugins
-from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.teachers import as_teachers_read, teachers_of_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
@@ -37,7 +37,6 @@ from rlhf_cli.runs.memory import online_workload, shortage_notice, with_batching
 from rlhf_cli.runs.online.checks import (
     check_partial_rollout,
     check_settings,
-    check_sources,
     correction_notices,
     most_episodes,
 )
@@ -65,6 +64,7 @@ from rlhf_cli.runs.run_directory import RunDirectory, run_directory
 from rlhf_cli.runs.teachers import teachers_facts
 from rlhf_cli.runs.trained_model import ModelPlan, reference_notice
 from rlhf_cli.tracking.sinks import check_tracking
+from rlhf_cli.trainers.online.curriculum import curriculum_keys
 from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
@@ -304,7 +304,7 @@ def _load_data(
         reader=reader,
         environment=episodes.description if episodes else None,
     )
-    check_sources(config, data.prompts)
+    _check_sources(config, data.prompts)
     eval_data = load_evaluation_prompts(config, model.tokenizer, reader, episodes)
     for read in (data, eval_data):
         if episodes is not None and read is not None:
@@ -316,6 +316,18 @@ def _load_data(
     if isinstance(config, GKDConfig):
         student = load_student_data(config, models, num_prompts=len(data.prompts))
     return data, eval_data, student, teachers
+
+
+def _check_sources(config: OnlineConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError if the mixture of sources is to follow the run, and there is only one source."""
+    if config.rollout.prompt_sampling != "source_variance":
+        return
+    sources = sorted(set(curriculum_keys(prompts, "source_variance")))
+    if len(sources) < 2:
+        raise UsageError(
+            f"--prompt_sampling source_variance needs prompts of several sources, but all are of {sources[0]}: pass "
+            "several data sets, add a column data_source, or set --prompt_sampling variance"
+        )
 
 
 def continued_run(run: OnlineRun) -> OnlineRun:

@@ -4,7 +4,6 @@ No module-level import of torch: these checks run before anything heavy is loade
 """
 
 import math
-from collections.abc import Sequence
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -14,9 +13,7 @@ from rlhf_cli.config.presets import PRESETS
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import UsageError, listed
-from rlhf_cli.trainers.online.curriculum import curriculum_keys
 
 _OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
 """Second half of error messages for settings that do not support episodes."""
@@ -139,18 +136,6 @@ def check_selection(config: OnlineConfig) -> None:
         raise UsageError(
             f"{flag} needs the rewards of the iteration before, but --async_train samples ahead of it: remove one, or "
             "set --max_staleness 0"
-        )
-
-
-def check_sources(config: OnlineConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise UsageError if the mixture of sources is to follow the run, and there is only one source."""
-    if config.rollout.prompt_sampling != "source_variance":
-        return
-    sources = sorted(set(curriculum_keys(prompts, "source_variance")))
-    if len(sources) < 2:
-        raise UsageError(
-            f"--prompt_sampling source_variance needs prompts of several sources, but all are of {sources[0]}: pass "
-            "several data sets, add a column data_source, or set --prompt_sampling variance"
         )
 
 
