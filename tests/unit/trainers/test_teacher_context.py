@@ -64,10 +64,9 @@ def test_both_sequences_end_with_the_response():
     assert teachers.token_ids[teachers.loss_mask].tolist() == own.token_ids[own.loss_mask].tolist() == [5, 6]
 
 
-def test_the_teacher_reads_its_own_prompts_and_the_policy_does_not(monkeypatch):
+def test_the_teacher_reads_its_own_prompts_and_the_policy_does_not():
     run = Run(policy=WITHOUT_REFERENCE, algorithm="reinforce++", distill_coef=1.0, has_teacher_context=True)
-    helped = [dataclasses.replace(prompt, teacher_ids=[99, *prompt.prompt_ids]) for prompt in PROMPTS]
-    monkeypatch.setattr("online_fakes.PROMPTS", helped)
+    run.prompts = [dataclasses.replace(prompt, teacher_ids=[99, *prompt.prompt_ids]) for prompt in PROMPTS]
     run.scorer.judge = lambda request: Score(0.0, "scored")  # type: ignore[method-assign]
     teacher, read = run.teacher, list[TokenSequence]()
     assert teacher is not None
