@@ -137,8 +137,16 @@ def _candidates(
     for one in found:
         if one.together is refused:
             continue
-        engines = one.together, one.engines_sleep, one.num_engines, one.engine_size
-        layout = _layout(tuple(one.shapes.items()), one.pairs, engines, one.judge, gpus)
+        layout = _layout(
+            tuple(one.shapes.items()),
+            one.pairs,
+            one.together,
+            one.engines_sleep,
+            one.num_engines,
+            one.engine_size,
+            one.judge,
+            gpus,
+        )
         if layout is not None:
             yield _planned(one, on_layout(work, one, layout))
 
@@ -148,23 +156,22 @@ def _candidates(
 def _layout(
     shapes: tuple[tuple[str, tuple[int, int]], ...],
     pairs: tuple[tuple[str, str], ...],
-    engines: tuple[bool | None, bool | None, int | None, int | None],
+    together: bool | None,
+    engines_sleep: bool | None,
+    num_engines: int | None,
+    engine_size: int | None,
     judge: tuple[int | None, int] | None,
     node_gpus: tuple[int, ...],
 ) -> Layout | None:
-    """Assign roles and engines to GPUs. Returns None if they do not fit into the nodes.
-
-    `engines`: `together`, `engines_sleep`, `num_engines` and `engine_size`.
-    """
-    together, sleep, count, size = engines
+    """Assign roles and engines to GPUs. Returns None if they do not fit into the nodes."""
     settings = LayoutSettings(
         shapes=dict(shapes),
         pairs=pairs,
         together=together,
-        num_engines=count,
-        engine_size=size,
+        num_engines=num_engines,
+        engine_size=engine_size,
         judge=judge,
-        engines_sleep=sleep,
+        engines_sleep=engines_sleep,
     )
     try:
         return plan_layout(settings, node_gpus=list(node_gpus))
