@@ -7,7 +7,7 @@ log-probs of a frozen policy are in `Rollout.frozen_logprobs`; other drivers nee
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -214,12 +214,17 @@ class TeacherConfig(SettingsGroup):
 
     teacher_pretrain: str | None = None
     """Teacher that scores each token of sampled responses, with or without rewards: a folder, a run directory, or a
-    Hugging Face name. It must use the same token IDs. With a teacher, init_kl_coef defaults to 0, so no reference is
-    loaded.
+    Hugging Face name. It must use the same token IDs, except with --teacher_tokenizer own. With a teacher, init_kl_coef
+    defaults to 0, so no reference is loaded.
     """
     teacher_by_source: Annotated[ModelsBySource, Needs("teacher_pretrain")] = None
     """Teachers for rows of some sources: {"code": "CODE_MODEL", "math_*": "MATH_MODEL"}. A row's source is its
     data_source, or else its dataset. All other rows use teacher_pretrain.
+    """
+    teacher_tokenizer: Annotated[Literal["own"] | None, Needs("teacher_pretrain")] = None
+    """own: teachers read the text in their own tokens and chat templates. The log-probs of a span of text, between two
+    bytes where tokens of both start, are then compared in place of those of single tokens. Default: the policy's
+    tokens, which must have the same IDs.
     """
     distill_coef: Annotated[float, Needs("teacher_pretrain")] = Field(1.0, gt=0)
     """Teacher weight: distill_coef * (teacher log-prob - policy log-prob) is added to each token's advantage."""

@@ -22,7 +22,7 @@ from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 TEACHER_FLAGS = ("teacher_pretrain", "teacher_by_source")
-_OWN_TOKENS = "; rlhf distill and rlhf gkd compare the texts instead with --teacher_tokenizer own"
+_OWN_TOKENS = "; to compare the texts instead, set --teacher_tokenizer own"
 STEP_SEPARATOR = "step_separator"
 """Config key of a process reward model: the text between steps in its training data."""
 

@@ -124,7 +124,16 @@ def test_a_teacher_of_another_tokenizer_is_compared_at_common_positions(across):
     assert "Equal to the run: all " in printed
     without = [word for word in command if word not in ("--teacher_tokenizer", "own")]
     refused = run_rlhf(*without, "--output", whole.parent / "refused", status=2)
-    assert "rlhf distill and rlhf gkd compare the texts instead with --teacher_tokenizer own" in refused
+    assert "to compare the texts instead, set --teacher_tokenizer own" in refused
+    advantages = " ".join(command).replace("gkd", "grpo", 1).replace("--lmbda 0.5 ", "").split()
+    own = ["--reward_funcs", "exact", "--label_key", "response", "--distill_coef", "0.5"]
+    run_rlhf(*advantages, *own, "--output", whole.parent / "advantages")
+    found = metrics_of(whole.parent / "advantages")
+    assert all(0 < metrics["aligned"] < 1 and metrics["advantage_abs"] > 0 for metrics in found.values())
+    *_, last = (whole.parent / "advantages" / "samples.jsonl").open()
+    printed = run_rlhf("why", whole.parent / "advantages", "--sample", json.loads(last)["id"], "--token", "0")
+    assert "Equal to the run: all " in printed
+    assert "the log-probs of the policy and of the teacher, over the text " in printed
 
 
 @pytest.mark.slow

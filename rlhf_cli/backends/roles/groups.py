@@ -284,6 +284,8 @@ class TeacherRole(FrozenPolicyRole):
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[Column]:
         """Return the log-probs of trained tokens per sequence from its teacher, in nats."""
+        # In the tokens of a teacher's own tokenizer, a response may be longer than any that the policy reads.
+        self.planner = self.planner.with_room_for(max(map(len, sequences), default=0))
         found: dict[int, Column] = {}
         # One teacher after the other, each with full micro-batches.
         for number in sorted({sequence.teacher for sequence in sequences}):

@@ -1,7 +1,7 @@
 """Splits a batch into packed micro-batches for the ranks of a role, within the token limit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -38,6 +38,13 @@ class MicroBatchPlanner:
     @property
     def _ranks_per_pack(self) -> int:
         return self.ranks_per_sequence * self.ranks_per_layer
+
+    def with_room_for(self, longest: int) -> "MicroBatchPlanner":
+        """Return the planner with a token limit of at least the length of a sequence."""
+        needed = -(-longest // self.ranks_per_sequence)
+        if needed <= self.batch.max_tokens:
+            return self
+        return replace(self, batch=self.batch.model_copy(update={"train_max_tokens_per_gpu": needed}))
 
     def plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
         """Return sequence indices per rank and micro-batch. Ranks in a group have the same ones."""

@@ -45,7 +45,7 @@ class TokenSequence:
     - `teacher`: number of the teacher that scores the sequence.
     - `teacher_reads`: what that teacher reads instead; None if it reads this sequence.
     - `teacher_rows`: targets at the same positions of the text, int64 `[n, 4]`: number here, number there, and the
-      tokens here and there up to the next common position, 1 if that is unknown. None if the targets are equal.
+      tokens here and there up to the next common position, 0 if that is unknown. None if the targets are equal.
     - `stored`: `TOKEN_IDS`, and columns that are not in `columns`, in the object store that ranks read
       (`backends/roles/serialization.py`). Empty if all is sent with the sequence.
 

@@ -14,16 +14,22 @@ import numpy as np
 from rlhf_cli.data.tokenizing.token_texts import END, TokenTexts
 
 
-def shared_starts(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the tokens that start at the same byte, int64 `[n]` each, as far as the texts are equal.
+def shared_spans(own: Sequence[bytes], other: Sequence[bytes]) -> np.ndarray:
+    """Return the spans of equal text that start with tokens of both, int64 `[n, 4]`: number of the first token here and
+    there, and the tokens here and there up to the next byte where tokens of both start or end. These are 0 for a last
+    span whose end is unknown, because the texts differ before the next such byte.
 
-    Example: "a bc" as [b"a", b" b", b"c"] and [b"a", b" bc"] gives [0, 1] and [0, 1].
+    Example: "a bc" as [b"a", b" b", b"c"] and [b"a", b" bc"] gives [[0, 0, 1, 1], [1, 1, 2, 1]].
     """
     common = _num_common(b"".join(own), b"".join(other))
     starts, places = _starts(own, common)
     others, other_places = _starts(other, common)
-    _, of_own, of_other = np.intersect1d(starts, others, assume_unique=True, return_indices=True)
-    return places[of_own], other_places[of_other]
+    shared, of_own, of_other = np.intersect1d(starts, others, assume_unique=True, return_indices=True)
+    places = np.stack([places[of_own], other_places[of_other]], -1)
+    # The last byte of the common text only ends a span. Before it, a start without a next one has no end.
+    if shared[-1] < common:
+        places = np.concatenate([places, places[-1:]])
+    return np.concatenate([places[:-1], np.diff(places, axis=0)], -1)
 
 
 def _num_common(one: bytes, other: bytes) -> int:
@@ -34,10 +40,9 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 def _starts(texts: Sequence[bytes], common: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct start bytes below `common`, with the first token at each."""
-    lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    starts, places = np.unique(np.cumsum(lengths) - lengths, return_index=True)
-    return starts[starts < common], places[starts < common]
+    """Return the distinct start bytes up to `common`, with the first token at each. The end counts as one more."""
+    starts, places = np.unique(np.cumsum([0, *map(len, texts)]), return_index=True)
+    return starts[starts <= common], places[starts <= common]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_cli.data.formats.marks import runs_of
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.tokenizing.alignment import SharedEvents, shared_starts
+from rlhf_cli.data.tokenizing.alignment import SharedEvents, shared_spans
 from rlhf_cli.data.tokenizing.token_texts import END, TokenTexts
 
 
@@ -35,7 +35,8 @@ class TeacherTokens:
         """Return a prompt and sampled response, with what the teacher reads after its own prompt."""
         own = sequence.token_ids[int(sequence.loss_mask.argmax()) :]
         token_ids = np.array([*prompt_ids, *self.response(own.tolist())], np.int32)
-        return self.aligned(sequence, TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)))
+        is_response_T = np.arange(len(token_ids)) >= len(prompt_ids)
+        return self.aligned(sequence, TokenSequence(token_ids, is_response_T, teacher=sequence.teacher))
 
     def aligned(self, sequence: TokenSequence, other: TokenSequence) -> TokenSequence:
         """Return a student's sequence with the teacher's for the same messages.
@@ -45,10 +46,7 @@ class TeacherTokens:
         rows, first, first_there = [np.zeros((0, 4), np.int64)], 0, 0
         for (start, stop), (begin, end) in zip(_runs(sequence), _runs(other), strict=False):
             texts = self.student.of(sequence.token_ids[start:stop]), self.teacher.of(other.token_ids[begin:end])
-            places = np.stack(shared_starts(*texts), -1)
-            # The last common position has no next one.
-            lengths = np.diff(places, axis=0, append=places[-1:] + 1)
-            rows.append(np.concatenate([places + np.array([first, first_there]), lengths], -1))
+            rows.append(shared_spans(*texts) + np.array([first, first_there, 0, 0]))
             first, first_there = first + stop - start, first_there + end - begin
         return replace(sequence, teacher_reads=other, teacher_rows=np.concatenate(rows))
 

@@ -101,7 +101,9 @@ class OnlineRun:
 
     @property
     def settings(self) -> OnlineSettings:
-        return OnlineSettings.of(self.config, self.estimator, end_ids=self.data.end_ids)
+        return OnlineSettings.of(
+            self.config, self.estimator, end_ids=self.data.end_ids, teacher_tokens=self.models.teacher_tokens
+        )
 
     @property
     def total_iterations(self) -> int:

@@ -156,6 +156,8 @@ def check_episodes(config: OnlineConfig) -> None:
         raise UsageError("--prm_pretrain does not support episodes with an environment yet")
     if config.prompts.teacher_context_key is not None:
         raise UsageError(f"--teacher_context_key {_OF_ONE_TURN}")
+    if config.setting("teacher_tokenizer") == "own":
+        raise UsageError(f"--teacher_tokenizer own {_OF_ONE_TURN}")
     if config.reward.overlong_buffer_len is not None:
         raise UsageError(f"--overlong_buffer_len {_OF_ONE_TURN}")
     refuse_length_rewards(config.reward)

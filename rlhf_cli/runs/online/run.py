@@ -281,8 +281,7 @@ def prepared(
     source = RolloutSource(started.rollout, scorer, run.settings, run.data.prompts, decode, tell=tracker.message)
     if isinstance(actor, StudentRole):
         assert run.student is not None, "a student learns from a mixture"
-        tokens = run.models.teacher_tokens
-        train = partial(train_student, started.with_scorer(actor, scorer), run.student.mixture, source, tokens=tokens)
+        train = partial(train_student, started.with_scorer(actor, scorer), run.student.mixture, source)
     else:
         train = partial(train_online, started.with_scorer(actor, scorer), source)
     run_loop = partial(

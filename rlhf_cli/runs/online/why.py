@@ -37,6 +37,7 @@ from rlhf_cli.runs.online.replay import Replayed, replay
 from rlhf_cli.runs.online.why_student import student_table, student_token
 from rlhf_cli.runs.run_directory import recorded_config
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_lines
+from rlhf_cli.trainers.online.samples import span_bounds
 
 _SHOWN_DIFFERENCES = 8
 
@@ -156,9 +157,24 @@ def _advantage(explained: Explained, token: int | None) -> Iterator[str]:
         raw_N = estimator.advantages(experience, own).at_tokens(experience.cu)
         yield f"  {whitening_formula(raw_N, experience, place=first + at)}"
     if settings.distill_coef is not None:
-        yield f"  less {number(settings.distill_coef)} x (log-prob - teacher's), for the teacher"
+        yield f"  less {number(settings.distill_coef)} x {_teacher_ratio(explained, at)}"
     assert explained.rollout.advantages is not None
     yield f"  advantage in the loss {number(float(explained.rollout.advantages[explained.number][at]))}"
+
+
+def _teacher_ratio(explained: Explained, token: int) -> str:
+    """Return the log-ratio to the teacher that enters the advantage of a token, with its numbers."""
+    rollout, number_of = explained.rollout, explained.number
+    assert rollout.old_logprobs is not None
+    old, teachers = rollout.old_logprobs[number_of], rollout.frozen_logprobs["teacher"][number_of]
+    first, end, what = token, token + 1, "the teacher"
+    if rollout.teacher_rows is not None:
+        bounds = span_bounds(rollout.teacher_rows[number_of], len(old))
+        first, end = int(bounds[bounds <= token].max()), int(bounds[bounds > token].min())
+        text = "".join(explained.texts[first:end])
+        what = f"the teacher, over the text {text!r} of tokens {first} to {end - 1}"
+    sums = (float(np.asarray(column[first:end], dtype=np.float64).sum()) for column in (old, teachers))
+    return "({} - {}), the log-probs of the policy and of {}".format(*map(number, sums), what)
 
 
 def _table(explained: Explained) -> Iterator[str]:

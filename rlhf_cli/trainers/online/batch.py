@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
+from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher, over_spans
 from rlhf_cli.algorithms.aggregation import CORRECT, OBSERVED, PROMPT_TOKENS
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience, Turns
 from rlhf_cli.algorithms.groups import scale_of
@@ -67,6 +67,9 @@ def learning_samples(
     if settings.distill_coef is not None:
         assert "teacher" in rollout.frozen_logprobs, "distill_coef requires a teacher"
         log_ratio_N = _log_ratio(rollout, "teacher")
+        if rollout.teacher_rows is not None:
+            log_ratio_N = over_spans(log_ratio_N, rollout.cu_spans)
+            metrics["aligned"] = sum(map(len, rollout.teacher_rows)) / max(len(log_ratio_N), 1)
         drawn_N = drawn_to_teacher(found.at_tokens(cu), log_ratio_N, coef=settings.distill_coef)
         found = replace(found, per_token_N=drawn_N, per_response_B=None)
     for role, logprobs in rollout.frozen_logprobs.items():

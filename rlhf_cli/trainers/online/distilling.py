@@ -11,7 +11,6 @@ import numpy as np
 
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.sampling import SEED_MASK, StepBatches
-from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.interfaces import Roles, Student
@@ -27,7 +26,6 @@ from rlhf_cli.trainers.online.loop import (
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
-from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.schedule import Schedule
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
@@ -74,15 +72,11 @@ def train_student(
     total_iterations: int,
     save_steps: int,
     hooks: OnlineHooks,
-    tokens: Sequence[TeacherTokens] = (),
 ) -> Finished:
-    """Train a student on teacher distributions, like `run_iterations`. Rewards are only logged.
-
-    `tokens` is set for teachers with different tokenizers.
-    """
+    """Train a student on teacher distributions, like `run_iterations`. Rewards are only logged."""
     settings = source.settings
     with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
-        iterations: Iterations[_Batch] = _Distilling(roles, settings, mixture, schedule, hooks, tokens)
+        iterations: Iterations[_Batch] = _Distilling(roles, settings, mixture, schedule, hooks)
         return run_iterations(
             iterations,
             state=state,
@@ -91,19 +85,6 @@ def train_student(
             max_skipped_steps=settings.optim.max_skipped_steps,
             hooks=hooks,
         )
-
-
-def _sequences(sampled: Rollout, tokens: Sequence[TeacherTokens]) -> list[TokenSequence]:
-    """Return sampled responses, with the teacher's sequence if prompt or tokens differ."""
-    if tokens:
-        return [
-            tokens[sequence.teacher].sampled(sequence, sample.prompt.teacher_ids or ())
-            for sequence, sample in zip(sampled.sequences, sampled.samples, strict=True)
-        ]
-    return [
-        sequence if sample.prompt.teacher_ids is None else replace(sequence, teacher_reads=sample.teacher_sequence)
-        for sequence, sample in zip(sampled.sequences, sampled.samples, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -115,7 +96,6 @@ class _Distilling:
     mixture: Mixture
     schedule: Schedule
     hooks: OnlineHooks
-    tokens: Sequence[TeacherTokens]
 
     def collect(self, state: LoopState, timer: PhaseTimer) -> _Batch | None:
         """Return the next iteration's data."""
@@ -128,7 +108,8 @@ class _Distilling:
         """Return (state, metrics) after the iteration, including the weight push."""
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None
-        sequences = _sequences(batch.sampled, self.tokens) if isinstance(batch, ScoredBatch) else batch
+        tokens = settings.teacher_tokens
+        sequences = batch.sampled.taught_sequences(tokens) if isinstance(batch, ScoredBatch) else batch
         self.hooks.updates(own, state)
         plan = plan_updates(len(sequences), settings.batch, settings.critic, iteration=iteration)
         with timer("train"):

@@ -14,6 +14,7 @@ from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Branch, Generation
 from rlhf_cli.data.stored_arrays import Column
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.rewards.records import Score
 
 
@@ -117,6 +118,11 @@ def flat(by_response: Sequence[Column]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(by_response))
 
 
+def span_bounds(rows: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return a response's span bounds from `teacher_rows`, int64 [S + 1]. Tokens between spans form spans too."""
+    return np.unique(np.concatenate([[0, num_tokens], rows[:, 0], rows[:, 0] + rows[:, 2]]))
+
+
 def scores_of(samples: Iterable[Sample]) -> list[Score]:
     """Return all scores."""
     return [sample.score for sample in samples]
@@ -133,6 +139,8 @@ class Rollout:
 
     - `old_logprobs`, `values`: one value per response token from policy and critic, computed before the update; None
       without the model. `frozen_logprobs`: the same from each frozen policy by role, `{"ref": ..., "teacher": ...}`.
+    - `teacher_rows`: spans per response, as in `TokenSequence`, for teachers with their own tokenizers. A teacher
+      log-prob for a span is divided equally among its response tokens.
     - `bootstrap`: critic value of a truncated response's final state, 0 for finished responses; None without
       bootstrapping.
     - `step_rewards`: each step's reward at its last token, NaN elsewhere.
@@ -145,6 +153,7 @@ class Rollout:
     samples: Sequence[Sample]
     old_logprobs: Sequence[Column] | None = None
     frozen_logprobs: dict[str, Sequence[Column]] = field(default_factory=dict)
+    teacher_rows: Sequence[np.ndarray] | None = None
     values: Sequence[Column] | None = None
     bootstrap: Sequence[float] | None = None
     step_rewards: Sequence[np.ndarray] | None = None
@@ -225,6 +234,22 @@ class Rollout:
         """Sampler log-probs of response tokens in nats, float32."""
         return [np.asarray(response.logprobs, dtype=np.float32) for response in self.responses]
 
+    def taught_sequences(self, tokens: Sequence[TeacherTokens]) -> list[TokenSequence]:
+        """Return the sequences, with `teacher_reads` if the teacher has a different prompt or tokenizer.
+
+        Args:
+            tokens: per teacher; () if all teachers use the policy's tokens.
+        """
+        if tokens:
+            return [
+                tokens[sequence.teacher].sampled(sequence, sample.prompt.teacher_ids or ())
+                for sequence, sample in zip(self.sequences, self.samples, strict=True)
+            ]
+        return [
+            sequence if sample.prompt.teacher_ids is None else replace(sequence, teacher_reads=sample.teacher_sequence)
+            for sequence, sample in zip(self.sequences, self.samples, strict=True)
+        ]
+
     def read_stored(self) -> None:
         """Copy model outputs out of the object store, so that they outlive it."""
 
@@ -240,6 +265,14 @@ class Rollout:
     def cu(self) -> torch.Tensor:
         """Bounds of samples in arrays over all response tokens, int64 [B + 1]."""
         return torch.tensor(np.cumsum([0] + [response.num_sampled for response in self.responses]))
+
+    @property
+    def cu_spans(self) -> torch.Tensor:
+        """Span bounds (`span_bounds`) in arrays over all response tokens, int64 [S + 1]."""
+        assert self.teacher_rows is not None, "spans require a teacher with a different tokenizer"
+        firsts = zip(self.cu.tolist(), self.teacher_rows, self.responses, strict=False)
+        bounds = [first + span_bounds(rows, response.num_sampled) for first, rows, response in firsts]
+        return torch.from_numpy(np.unique(np.concatenate([[0], *bounds])))
 
     @cached_property
     def scores_B(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.trainers.online.rollout import SampledGroups
 from rlhf_cli.trainers.online.samples import Group
 
@@ -36,6 +37,7 @@ class OnlineSettings:
     kl_terms: Mapping[str, KLTerm] = field(default_factory=dict)  # KL penalties by role
     distill_coef: float | None = None  # None without a teacher
     has_teacher_context: bool = False  # the teacher's prompts differ from the policy's
+    teacher_tokens: tuple[TeacherTokens, ...] = ()  # per teacher; () if they use the policy's tokens
     step_weight: float = 1.0  # weight of step rewards
     staleness: int = 0  # number of batches sampled ahead of training
     partial_rollout: bool = False  # push weights during responses
@@ -43,7 +45,14 @@ class OnlineSettings:
     estimator_settings: SettingsGroup | None = None  # of a user-defined estimator; None for the policy settings
 
     @classmethod
-    def of(cls, config: OnlineConfig, estimator: Estimator, *, end_ids: tuple[int, ...] = ()) -> Self:
+    def of(
+        cls,
+        config: OnlineConfig,
+        estimator: Estimator,
+        *,
+        end_ids: tuple[int, ...] = (),
+        teacher_tokens: tuple[TeacherTokens, ...] = (),
+    ) -> Self:
         """Return the loop's settings of a command."""
         return cls(
             estimator=estimator,
@@ -59,6 +68,7 @@ class OnlineSettings:
             # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
             distill_coef=config.teacher.weight,
             has_teacher_context=config.prompts.teacher_context_key is not None,
+            teacher_tokens=teacher_tokens,
             step_weight=config.reward.prm_weight,
             staleness=config.asynchronous.staleness,
             partial_rollout=config.asynchronous.partial_rollout,

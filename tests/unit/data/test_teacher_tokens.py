@@ -16,7 +16,7 @@ from rlhf_cli.data.packing.readings import taught_pack
 from rlhf_cli.data.prompts import Prompt, load_prompts
 from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.teachers import aligned_sequences, as_teachers_read
-from rlhf_cli.data.tokenizing.alignment import SharedEvents, shared_starts
+from rlhf_cli.data.tokenizing.alignment import SharedEvents, shared_spans
 from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
 from rlhf_cli.data.tokenizing.token_texts import END, TokenTexts
 from rlhf_cli.errors import UsageError
@@ -51,17 +51,18 @@ def pieces(*words: str, vocabulary: dict[str, int] | None = None, prefix: str = 
 @pytest.mark.parametrize(
     ("own", "other", "expected"),
     [
-        ("a| b|c", "a| bc", ([0, 1], [0, 1])),
-        ("straw|berry", "strawberry", ([0], [0])),
-        ("ab|c|de", "a|bc|d|e", ([0, 2], [0, 2])),
-        ("a|x|c", "a|y|c", ([0], [0])),
-        ("a|b", "a|b|c", ([0, 1], [0, 1])),
-        ("", "a", ([], [])),
+        ("a| b|c", "a| bc", [[0, 0, 1, 1], [1, 1, 2, 1]]),
+        ("straw|berry", "strawberry", [[0, 0, 2, 1]]),
+        ("ab|c|de", "a|bc|d|e", [[0, 0, 2, 2], [2, 2, 1, 2]]),
+        ("a|x|c", "a|y|c", [[0, 0, 1, 1]]),
+        ("a|xb|c", "a|x|y", [[0, 0, 1, 1], [1, 1, 0, 0]]),
+        ("a|b", "a|b|c", [[0, 0, 1, 1], [1, 1, 1, 1]]),
+        ("", "a", []),
     ],
 )
-def test_tokens_that_start_at_the_same_byte_by_hand(own, other, expected):
-    found = shared_starts(*([part.encode() for part in text.split("|")] for text in (own, other)))
-    assert tuple(places.tolist() for places in found) == expected
+def test_spans_by_hand(own, other, expected):
+    found = shared_spans(*([part.encode() for part in text.split("|")] for text in (own, other)))
+    assert found.tolist() == expected
 
 
 def test_texts_of_byte_level_tokens_join_to_the_text_and_ends_are_marked():

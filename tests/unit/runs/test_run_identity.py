@@ -61,8 +61,8 @@ OF_A_POLICY_GRADIENT = """
     init_kl_coef kl_cov_coef kl_cov_ratio kl_estimator kl_horizon kl_target loss_agg mask_truncated
     observation_nll_coef off_policy_mask_threshold overlong_buffer_len overlong_penalty_factor policy_loss
     prompt_sampling ref_mixup_alpha ref_sync_steps reward_clip_range rollout_correction rollout_correction_cap
-    rollout_correction_range rollout_routing_replay sapo_tau stop_properly_penalty_coef top_entropy_quantile
-    unbiased_kl use_kl_loss vespo_k vespo_lambda
+    rollout_correction_range rollout_routing_replay sapo_tau stop_properly_penalty_coef teacher_tokenizer
+    top_entropy_quantile unbiased_kl use_kl_loss vespo_k vespo_lambda
 """
 SETTINGS_OF_IDENTITY = {
     "ppo": (
@@ -361,6 +361,7 @@ def test_online_models_may_move_and_settings_of_speed_may_change(ppo, tmp_path):
         ({"eps_clip": "0.3"}, "its eps_clip is 0.2, not 0.3"),
         ({"temperature": "0.5"}, "its temperature is 1.0, not 0.5"),
         ({"distill_coef": "0.5"}, "its distill_coef is 1.0, not 0.5"),
+        ({"teacher_tokenizer": "own"}, "its teacher_tokenizer is None, not 'own'"),
         ({"teacher_pretrain": None}, "it differs in weights of the teacher"),
         ({"reward_funcs": "gsm8k"}, r"its reward_funcs is \['exact'\], not \['gsm8k'\]"),
         ({"tokenizer_chat_template": "{{ messages[0].content }}"}, "it differs in chat template"),

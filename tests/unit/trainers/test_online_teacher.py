@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bpe_tokenizers import bpe
 from conftest import make_tiny_tokenizer
 from distill_training import save_teacher
 from online_fakes import WITH_REFERENCE, WITHOUT_REFERENCE, Run
 from reward_models import save_reward_model
+from samples import sample_of
 from site_hooks import undocumented
 from test_online_batch import floats, generation, prompt, responses_of, scored, settings_of
 from test_online_repeats import OneRank
@@ -20,7 +22,7 @@ from test_online_reward_model import role_settings
 from tiny_training import make_sequences
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.algorithms.advantages import drawn_to_teacher
+from rlhf_cli.algorithms.advantages import drawn_to_teacher, over_spans
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.backends.roles.groups import TeacherRole
@@ -30,12 +32,18 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
+from rlhf_cli.data.tokenizing.token_texts import TokenTexts
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.runs.trained_model import ModelPlan, find_frozen_policy
 from rlhf_cli.trainers.online.batch import learning_samples
-from rlhf_cli.trainers.online.samples import Rollout
+from rlhf_cli.trainers.online.forward import fill_in_outputs, spread_over_spans
+from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.samples import Rollout, Sample
 
 ALONE = RewardConfig()
 
@@ -174,6 +182,134 @@ def test_advantages_beside_a_reward_by_hand():
 def test_without_a_reward_an_advantage_is_the_teachers_part_alone(algorithm, policy):
     found, _ = advantages(judged([0.0, 0.0], [[-1.0, -0.25], [-2.5]]), algorithm, policy, 2.0)
     assert found == [[-1.0, 1.5], [-1.0]]
+
+
+def across(first: list[float], teacher: list[list[float]], rows: list[list[list[int]]]) -> Rollout:
+    """Return two responses to one prompt, with three tokens and one, and log-probs for the teacher's tokens."""
+    responses = responses_of([prompt(0)] * 2, [generation(1, 2, 3), generation(4)], [scored(1.0), scored(3.0)], [0, 0])
+    responses.old_logprobs = [floats(*first), floats(-2.0)]
+    responses.frozen_logprobs["teacher"] = [floats(*values) for values in teacher]
+    responses.teacher_rows = [np.array(one) for one in rows]
+    spread_over_spans(responses)
+    return responses
+
+
+def test_each_token_in_a_span_has_the_log_ratio_over_the_span_by_hand():
+    """Two tokens against one: -.5 - 1 + 1 = -.5; one against two: -2 + .75 = -1.25; one against one: -2 + 2.5 = .5.
+    With coefficient .5: .25, .25, .625, -.25; RLOO gives -2 and 2.
+    """
+    responses = across(
+        [-0.5, -1.0, -2.0], [[-1.0, -0.25, -0.5], [-2.5]], [[[0, 0, 2, 1], [2, 1, 1, 2]], [[0, 0, 1, 1]]]
+    )
+    assert [list(values) for values in map(np.asarray, responses.frozen_logprobs["teacher"])] == [
+        [-0.5, -0.5, -0.75],
+        [-2.5],
+    ]
+    found, metrics = advantages(responses, "rloo", PolicyConfig(init_kl_coef=0.0), 0.5)
+    assert found == [[-1.75, -1.75, -1.375], [1.75]]
+    assert metrics == pytest.approx(
+        # Each span counts once: (-.5 - 1.25 + .5) / 4 tokens, and (-1 - .75 - 2.5) / 4 tokens.
+        {"teacher_kl": -1.25 / 4, "teacher_logprob": -4.25 / 4, "aligned": 3 / 4, "advantage_abs": 6.625 / 4}
+    )
+
+
+def test_tokens_whose_text_the_teacher_does_not_read_have_no_log_ratio():
+    """In the first response, the second token starts at a common byte, but the texts differ before the next one."""
+    responses = across([-0.5, -1.0, -2.0], [[-1.5, -9.0], [-2.0]], [[[0, 0, 1, 1], [1, 1, 0, 0]], [[0, 0, 1, 1]]])
+    assert responses.cu_spans.tolist() == [0, 1, 3, 4]
+    found, _ = advantages(responses, "rloo", PolicyConfig(init_kl_coef=0.0), 1.0)
+    assert found == [[-3.0, -2.0, -2.0], [2.0]]
+    nothing = across([-0.5, -1.0, -2.0], [[], [-2.0]], [[[0, 0, 0, 0]], [[0, 0, 1, 1]]])
+    assert advantages(nothing, "rloo", PolicyConfig(init_kl_coef=0.0), 1.0)[0] == [[-2.0] * 3, [2.0]]
+
+
+def test_the_expected_gradient_with_spans_is_the_gradient_of_the_reverse_kl_divergence_between_texts():
+    """Each text has two policy tokens and one teacher token."""
+    generator = torch.Generator().manual_seed(0)
+    first_A, second_AB = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 4)))
+    teacher_AB = torch.randn(12, generator=generator, dtype=torch.float64).log_softmax(-1).view(3, 4)
+    first_A.requires_grad_()
+    second_AB.requires_grad_()
+    of_first_A, of_second_AB = first_A.log_softmax(-1), second_AB.log_softmax(-1)
+    texts_AB = of_first_A[:, None] + of_second_AB
+    exact = torch.autograd.grad(
+        (texts_AB.exp() * (texts_AB - teacher_AB)).sum(), [first_A, second_AB], retain_graph=True
+    )
+    # REINFORCE over all texts: both tokens have the text's log-ratio as advantage.
+    pairs = torch.stack([of_first_A[:, None].expand(3, 4), of_second_AB], -1).reshape(-1)
+    halves = torch.stack([teacher_AB / 2] * 2, -1).reshape(-1)
+    ratios = over_spans((pairs - halves).detach(), torch.arange(0, 25, 2))
+    loss = (texts_AB.detach().exp().reshape(-1).repeat_interleave(2) * ratios * pairs).sum()
+    for found, expected in zip(torch.autograd.grad(loss, [first_A, second_AB]), exact, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def roles_of(*folders: Path, max_tokens: int) -> Roles:
+    """Return an actor and a teacher that only compute log-probs."""
+    planner = MicroBatchPlanner(1, BatchConfig(train_max_tokens_per_gpu=max_tokens), 0.0, lambda: False)
+    actor, teacher = (
+        TeacherRole(OneRank(FrozenPolicyRank(role_settings(folder, 0))), planner, takes_turns=False)  # type: ignore[arg-type]
+        for folder in folders
+    )
+    others: dict[str, Any] = {"engines": None, "scorer": None}
+    return Roles(actor=actor, frozen_policies={"teacher": teacher}, **others)
+
+
+def texts_of(tokenizer: Any) -> TokenTexts:
+    return TokenTexts(tokenizer, [tokenizer.eos_token_id], num_rows=len(tokenizer), what="the model")
+
+
+def read_samples(roles: Roles, samples: list[Sample], *tokens: TeacherTokens) -> tuple[Rollout, list[Any]]:
+    settings = replace(settings_of("rloo", PolicyConfig(init_kl_coef=0.0), distill_coef=0.5), teacher_tokens=tokens)
+    rollout = Rollout(samples)
+    fill_in_outputs(roles, settings, rollout, needs_old=True)
+    found, _ = learning_samples(rollout, None, settings, kl_coef=0.0)
+    return rollout, [sample.columns["advantages"] for sample in found]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_with_equal_tokenizers_advantages_equal_the_default(tmp_path):
+    tokenizer = make_tiny_tokenizer()
+    folders = [save_teacher(tmp_path / str(seed), vocab_size=len(tokenizer), seed=seed) for seed in (1, 2)]
+    asked = tokenizer.encode("What is it?")
+    samples = []
+    for number, text in enumerate(["12+3=15", "Hello, world.", "a b c", "The end"]):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids += [tokenizer.eos_token_id] * (number > 0)  # the first is truncated
+        response = Generation(ids, [0.0] * len(ids), "stop" if number else "length", 0)
+        samples.append(
+            sample_of(Prompt(asked, "", None, "d", 0, teacher_ids=asked), response, scored(number), index=number)
+        )
+    tokens = TeacherTokens(texts_of(tokenizer), texts_of(tokenizer))
+    roles = roles_of(*folders, max_tokens=1000)
+    _, expected = read_samples(roles, samples)
+    rollout, found = read_samples(roles, samples, tokens)
+    assert rollout.teacher_rows is not None
+    assert [len(rows) for rows in rollout.teacher_rows] == [sample.response.num_sampled for sample in samples]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_teacher_reads_responses_in_more_tokens_than_a_micro_batch_or_none(tmp_path):
+    own, other = make_tiny_tokenizer(), bpe("straw", end="</s>")
+    folders = (
+        save_teacher(tmp_path / "own", vocab_size=len(own) + 1, tokenizer=own, seed=1),
+        save_teacher(tmp_path / "other", vocab_size=len(other), tokenizer=other, seed=2),
+    )
+    texts = [own.encode("12+3=15 strawberry", add_special_tokens=False), [len(own)]]  # a row that is no token
+    asked = Prompt(own.encode("Fruit?"), "", None, "d", 0, teacher_ids=other.encode("Fruit?"))
+    samples = [
+        sample_of(asked, Generation(ids, [0.0] * len(ids), "stop", 0), scored(number), index=number)
+        for number, ids in enumerate(texts)
+    ]
+    roles = roles_of(*folders, max_tokens=len(asked.prompt_ids) + len(texts[0]))
+    rollout, found = read_samples(roles, samples, TeacherTokens(texts_of(own), texts_of(other)))
+    assert rollout.teacher_rows is not None
+    assert rollout.old_logprobs is not None
+    assert len(rollout.teacher_rows[0]) > 1
+    assert np.asarray(rollout.frozen_logprobs["teacher"][1]) == np.asarray(rollout.old_logprobs[1])
+    assert found[1].tolist() == [1.0]  # only RLOO's part
 
 
 def test_the_teachers_part_is_added_after_advantages_are_whitened():

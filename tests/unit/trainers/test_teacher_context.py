@@ -106,3 +106,7 @@ def test_episodes_are_refused(tmp_path):
     (tmp_path / "e.py").write_text("class E:\n    pass\n")
     with pytest.raises(UsageError, match="--teacher_context_key applies to a single response"):
         check_episodes(resolve("reinforce++", **settings))
+    settings["teacher_tokenizer"] = "own"
+    del settings["teacher_context_key"]
+    with pytest.raises(UsageError, match="--teacher_tokenizer own applies to a single response"):
+        check_episodes(resolve("reinforce++", **settings))
