@@ -33,6 +33,17 @@ def critic_batch(values: list[str], call: Call) -> Settings | None:
     return {"critic_update_steps": [str(ceil(call.whole(*_PROMPTS) / own))]}
 
 
+def critic_epochs(values: list[str], call: Call) -> None:
+    """Accept the critic's passes over the responses in verl if they equal the actor's."""
+    if call.command == "ppo" and integer(values[0], "critic.ppo_epochs") != call.whole(*_EPOCHS, default=1):
+        raise Refused("actor and critic pass over the responses equally often: --max_epochs")
+
+
+def warmup_steps(values: list[str], call: Call) -> Settings | None:
+    """Translate optimizer steps of warm-up in verl's supervised trainer; below 0, the ratio applies."""
+    return None if values[0].startswith("-") else {"warmup_steps": values}
+
+
 def _verl_steps(call: Call) -> int:
     """Return the optimizer steps per iteration in verl."""
     prompts = call.whole(*_PROMPTS)
@@ -47,7 +58,8 @@ def verl_warmup(values: list[str], call: Call) -> Settings | None:
 
 def verl_warmup_share(values: list[str], call: Call) -> Settings | None:
     """Translate verl's warm-up ratio, which applies only without `lr_warmup_steps`."""
-    given = call.value("actor_rollout_ref.actor.optim.lr_warmup_steps", "worker.actor.optim.lr_warmup_steps")
+    names = ("actor_rollout_ref.actor.optim.lr_warmup_steps", "worker.actor.optim.lr_warmup_steps")
+    given = call.value(*names, "optim.lr_warmup_steps")
     return {"lr_warmup_ratio": values} if given is None or given.startswith("-") or given == "0" else None
 
 
@@ -89,7 +101,10 @@ def device_batch(values: list[str], call: Call) -> Settings:
     sizes = {"train_batch_size": [str(_trl_step(call))]}
     if call.command not in ONLINE_TRAINING:
         return sizes
-    generated, each = _trl_generated(call), call.whole("num_generations", "n_samples_per_prompt", default=8)
+    generated, each = (
+        _trl_generated(call),
+        call.whole("num_generations", "n_samples_per_prompt", default=1 if call.command == "gkd" else 8),
+    )
     if generated % each:
         raise Refused(f"{generated} responses per generation are not a multiple of {each} responses per prompt")
     return sizes | {"rollout_batch_size": [str(generated // each)]}
@@ -136,6 +151,8 @@ def prime_batch(values: list[str], call: Call) -> Settings:
 
 def verl_length(values: list[str], call: Call) -> Settings:
     """Translate separate limits for prompt and response, as in verl and TRL, to the sum."""
+    if call.values.keys() & {"max_length", "max_seq_length"}:
+        raise Refused("--max_len, from max_length, limits prompt plus response")
     prompt = integer(values[0], "max_prompt_length")
     return {"max_len": [str(prompt + call.whole("data.max_response_length", "max_completion_length", default=512))]}
 

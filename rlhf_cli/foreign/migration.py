@@ -176,9 +176,7 @@ def _accepted(
             return build_config(config_cls, _typed(values | added, flags))
         except UsageError as error:
             text = str(error)
-            optional = [name for name in re.findall(r"\w+", text) if name in flags and not flags[name].required]
-            name = next((name for name in [*optional] if name in added), None)
-            name = name or next((name for name in optional if name in values), None)
+            name = _culprit(text, config_cls, flags, values, added)
             if name is None:
                 program = result.program
                 raise UsageError(f"{program.called}: rlhf {program.command} rejects its settings: {text}") from None
@@ -188,6 +186,24 @@ def _accepted(
             else:
                 texts, reason = values.pop(name), reason.removeprefix("--")
                 result.refused.append(reason if reason.startswith(name) else f"{' '.join([name, *texts])}: {reason}")
+
+
+def _culprit(
+    text: str, config_cls: type[CommandConfig], flags: Mapping[str, Flag], values: _Values, added: _Values
+) -> str | None:
+    """Return the setting in an error message whose removal changes the error, framework defaults first."""
+    named = [name for name in re.findall(r"\w+", text) if name in flags and not flags[name].required]
+    both = values | added
+    candidates = [name for name in named if name in added] + [name for name in named if name in values]
+    for name in candidates:
+        try:
+            build_config(config_cls, _typed({own: both[own] for own in both if own != name}, flags))
+        except UsageError as error:
+            # A message may use the name of another setting as a word: "temperature 0 generates ...".
+            if str(error) == text:
+                continue
+        return name
+    return None
 
 
 def _shorten(config: CommandConfig, flags: Mapping[str, Flag], values: _Values, added: _Values) -> None:

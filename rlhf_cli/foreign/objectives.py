@@ -71,10 +71,16 @@ _VERL_LOSSES = {
 
 
 def _verl_loss(call: Call) -> str:
+    """Return the policy loss; clip in place of a loss that does not exist here, which `verl_policy_loss` rejects."""
     name = call.value("actor_rollout_ref.actor.policy_loss.loss_mode", "worker.actor.loss_type") or "vanilla"
-    if name not in _VERL_LOSSES:
-        raise Refused(f"the policy loss {name} does not exist here; --policy_loss is clip instead")
-    return _VERL_LOSSES[name]
+    return _VERL_LOSSES.get(name, "clip")
+
+
+def verl_policy_loss(values: list[str], call: Call) -> Settings:
+    """Translate the name of the policy loss in verl and EasyR1, with its clip range."""
+    if values[0] not in _VERL_LOSSES:
+        raise Refused(f"the policy loss {values[0]} does not exist here; --policy_loss is clip instead")
+    return verl_clip(values, call)
 
 
 def verl_clip(values: list[str], call: Call) -> Settings:
@@ -148,6 +154,8 @@ def trl_loss(values: list[str], call: Call) -> Settings | None:
         return _TRL_ONLINE[values[0]]
     if values in (["nll"], ["kto"]):
         return None
+    if "sft" in values:
+        raise Refused("sft is --nll_loss_coef; pass the other losses as --loss, and their weights as --loss_weights")
     return {"loss": [",".join(_TRL_PAIRS.get(value, value) for value in values)]}
 
 
@@ -197,8 +205,8 @@ def verl_schedule(values: list[str], call: Call) -> Settings:
     """Translate the schedule in verl and EasyR1; a cosine with a minimum is a separate schedule."""
     optim, easy = "actor_rollout_ref.actor.optim.", "worker.actor.optim."
     kinds = (f"{optim}warmup_style", f"{optim}lr_scheduler_type", f"{optim}lr_decay_style", f"{easy}lr_scheduler_type")
-    kind = call.value(*kinds, "optim.lr_scheduler") or "constant"
-    least = call.value(f"{optim}min_lr_ratio", f"{easy}min_lr_ratio")
+    kind = call.value(*kinds, "optim.lr_scheduler_type", "optim.lr_scheduler") or "constant"
+    least = call.value(f"{optim}min_lr_ratio", f"{easy}min_lr_ratio", "optim.min_lr_ratio")
     if kind == "cosine" and least is not None and float(least) > 0:
         return {"lr_scheduler": ["cosine_with_min_lr"], "min_lr_ratio": [least]}
     return {"lr_scheduler": [kind]}
@@ -247,7 +255,8 @@ def prime_loss(values: list[str], call: Call) -> Settings:
 
 def overlong(values: list[str], call: Call) -> Settings | None:
     """Translate the DAPO penalty for long responses, if it is enabled."""
-    for section in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
+    kwargs = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg")
+    for section in ("reward_model.overlong_buffer", *kwargs):
         if call.is_on(f"{section}.enable") and (length := call.value(f"{section}.len")):
             factor = call.value(f"{section}.penalty_factor") or "1.0"
             return {"overlong_buffer_len": [length], "overlong_penalty_factor": [factor]}

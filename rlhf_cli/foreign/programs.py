@@ -22,13 +22,14 @@ DEFAULTS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("defaults.toml").read_text(encoding="utf-8")
 )
 """Defaults in other frameworks, by framework and command."""
-_ACCEPTED = f"a training command of {listed(FRAMEWORKS.values(), 'or')}"
+_ACCEPTED = listed(FRAMEWORKS.values(), "or")
 
 _OPENRLHF = re.compile(r"(?:.*[./])?(train_(?:sft|rm|prm|dpo|kto|kd|ppo|ppo_ray))(?:\.py)?")
 _TRL_SCRIPT = re.compile(r"(?:.*[/_])?(sft|dpo|kto|grpo|rloo|reward|gkd)(?:_\w+|\w*_modeling)?\.py")
 _TRL_TRAINER = re.compile(r"sft|dpo|kto|grpo|rloo|reward|gkd")
 _VERL_SFT = re.compile(r"(?:.*[./])?(?:fsdp_|megatron_)?sft_trainer(?:\.py)?")
 _PRIME_OPTION = re.compile(r"@|--(?:trainer|orchestrator|model)\.")
+_PRIME_PARTS = ("--trainer", "--orchestrator", "--inference")
 _SCRIPTS, _TABLES = (".sh", ".bash", ".slurm"), (".yaml", ".yml", ".toml")
 
 
@@ -71,7 +72,7 @@ def programs_in(source: Sequence[str], *, num_gpus: int | None = None) -> list[P
         found = [program] if (program := _of_words(list(source), Path())) else []
     if not found:
         where = source[0] if len(source) == 1 else "the command line"
-        raise UsageError(f"{where}: contains no {_ACCEPTED.removeprefix('a ')}")
+        raise UsageError(f"{where}: contains no training command of {_ACCEPTED}")
     for program in found:
         _complete(program, num_gpus)
     return found
@@ -106,6 +107,8 @@ def _read_table(file: Path) -> dict[str, object]:
 def _of_tables(files: Sequence[Path]) -> Program:
     """Return the program for a settings file, or for separate files in prime-rl."""
     settings: dict[str, object] = {}
+    if len({file.suffix == ".toml" for file in files}) > 1:
+        raise UsageError(f"{', '.join(map(str, files))}: TOML and YAML are of different tools; pass one at a time")
     for file in files:
         settings |= _prime_part(file, _read_table(file)) if file.suffix == ".toml" else _read_table(file)
     called = ", ".join(map(str, files))
@@ -117,7 +120,7 @@ def _of_tables(files: Sequence[Path]) -> Program:
         return Program("verl", called, "sft", _dotted(settings))
     kind = _trl_kind(settings, called)
     if kind is None:
-        raise UsageError(f"{called}: contains no settings of {_ACCEPTED.removeprefix('a ')} that is recognized")
+        raise UsageError(f"{called}: contains no settings of {_ACCEPTED}")
     return Program("trl", called, COMMANDS_ELSEWHERE.get(kind, kind), settings)
 
 
@@ -125,11 +128,13 @@ def _trl_kind(settings: Mapping[str, object], called: str) -> str | None:
     """Return the TRL command for these settings, detected from the keys or the path."""
     if not settings.keys() & {"model_name_or_path", "per_device_train_batch_size", "output_dir", "dataset_name"}:
         return None
-    if settings.keys() & {"num_generations", "max_completion_length", "reward_funcs", "scale_rewards"}:
+    if settings.keys() & {"num_generations", "reward_funcs", "scale_rewards"}:
         return "rloo" if "rloo" in called else "grpo"
     words = re.split(r"[^a-z]+", called.lower())
     if named := list(filter(_TRL_TRAINER.fullmatch, words)):
         return named[-1]
+    if "max_completion_length" in settings:
+        return "grpo"
     return "sft" if settings.keys() & {"packing", "assistant_only_loss", "max_seq_length"} else None
 
 
@@ -146,7 +151,7 @@ def _of_words(words: Sequence[str], folder: Path) -> Program | None:
             return _trl(script[1], word, before, after, folder)
         elif _VERL_SFT.fullmatch(word) and before:
             return _verl_sft(word, before, after)
-        elif word in ("rl", "sft", "trainer", "orchestrator") and any(map(_PRIME_OPTION.match, after)):
+        elif word in ("rl", "prime-rl", "sft", "trainer", "orchestrator") and any(map(_PRIME_OPTION.match, after)):
             return _prime_words(word, after, folder)
         elif re.fullmatch(r"verl\.trainer\.main(?:\.py)?", word):
             return _verl_words(word, after, folder, "easyr1")
@@ -185,7 +190,9 @@ def _launched(before: Sequence[str], folder: Path) -> tuple[int | None, int]:
 
 
 def _count(given: Mapping[str, object], *names: str) -> int | None:
-    text = next((str(given[name]) for name in names if name in given), "")
+    # `--nproc_per_node=8 -m MODULE` has more words than the number.
+    found = (value[0] if isinstance(value, list) and value else value for name in names if (value := given.get(name)))
+    text = str(next(found, ""))
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
@@ -286,7 +293,7 @@ def _verl_sft(called: str, before: Sequence[str], after: Sequence[str]) -> Progr
         for name, equals, value in (word.partition("=") for word in after)
         if equals and not name.startswith("-")
     }
-    program = Program("verl", called, "sft", given)
+    program = Program("verl", called, "sft", _dotted(given))
     _add_processes(program, *_launched(before, Path()))
     return program
 
@@ -335,7 +342,7 @@ def _prime_words(called: str, after: Sequence[str], folder: Path) -> Program:
     for word in words:
         if word.startswith("@"):
             name = word.removeprefix("@") or next(words, "")
-            part = rest.pop().removeprefix("--") if rest and rest[-1] in ("--trainer", "--orchestrator") else ""
+            part = rest.pop().removeprefix("--") if rest and rest[-1] in _PRIME_PARTS else ""
             table = _read_table(_found(name, folder) or Path(name))
             tables |= {part: table} if part else _prime_part(Path(name), table)
         else:
@@ -347,6 +354,8 @@ def _complete(program: Program, num_gpus: int | None) -> None:
     """Add framework defaults, and the number of processes for TRL."""
     is_online = program.command in _online()
     parts = ["all", "online" if is_online else "", program.command]
+    if program.command == "sft" and not program.called.rpartition(".")[2].startswith("fsdp_"):
+        parts.append("engine")
     if program.framework == "trl":
         parts += _complete_trl(program, num_gpus, is_online=is_online)
     tables = DEFAULTS[program.framework]

@@ -1,5 +1,7 @@
 """Translates rewards, data, evaluation, trackers and checkpoints from other frameworks."""
 
+import json
+
 from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.foreign.call import Call, Refused, Settings, integer
 
@@ -8,14 +10,58 @@ def verl_reward(values: list[str], call: Call) -> Settings:
     """Translate the reward in verl and EasyR1: a function in a file, a reward model, or a verifier per row."""
     if path := call.value("worker.reward.reward_function"):
         return {"reward_func": [path]}
-    if path := call.value("custom_reward_function.path"):
-        return {"reward_func": [f"{path}:{call.value('custom_reward_function.name') or 'compute_score'}"]}
-    if call.is_on("reward_model.enable"):
-        model = call.value("reward_model.model.path")
+    if path := call.value("reward.custom_reward_function.path", "custom_reward_function.path"):
+        name = call.value("reward.custom_reward_function.name", "custom_reward_function.name") or "compute_score"
+        return {"reward_func": [f"{path}:{name}"]}
+    if call.is_on("reward.reward_model.enable", "reward_model.enable"):
+        model = call.value("reward.reward_model.model_path", "reward_model.model.path")
         if model is None:
             raise Refused("use --reward_pretrain, the reward model")
         return {"reward_pretrain": [model]}
     return {"reward_funcs": ["by_row"]}
+
+
+def _arguments(call: Call, *sections: str) -> list[str]:
+    """Join the settings in a section of arguments to a JSON object."""
+    import yaml  # `rlhf --help` needs none
+
+    found = {
+        name.removeprefix(f"{section}."): yaml.safe_load(words[0]) if words else True
+        for section in sections
+        for name, words in call.values.items()
+        if name.startswith(f"{section}.")
+    }
+    return [json.dumps(found)]
+
+
+def reward_arguments(values: list[str], call: Call) -> Settings:
+    """Translate the arguments of a reward function in verl and EasyR1."""
+    own = "custom_reward_function.reward_kwargs"
+    return {"reward_func_args": _arguments(call, own, f"reward.{own}", "worker.reward.reward_function_kwargs")}
+
+
+def template_arguments(values: list[str], call: Call) -> Settings:
+    """Translate the arguments of the chat template in verl."""
+    return {"chat_template_kwargs": _arguments(call, "data.apply_chat_template_kwargs")}
+
+
+def template_path(values: list[str], call: Call) -> Settings:
+    """Translate a chat template in TRL: a file, or a tokenizer that contains one."""
+    if not values[0].endswith((".jinja", ".jinja2")):
+        raise Refused("save the template of that tokenizer as a file for --tokenizer_chat_template")
+    return {"tokenizer_chat_template": values}
+
+
+def evaluated_rows(values: list[str], call: Call) -> Settings | None:
+    """Translate the number of rows to evaluate in verl; -1 means all."""
+    return None if values[0].startswith("-") else {"eval_max_samples": values}
+
+
+def critic_clip(values: list[str], call: Call) -> None:
+    """Accept the critic's gradient clipping if it equals the actor's."""
+    actor = call.value("actor_rollout_ref.actor.grad_clip", "worker.actor.max_grad_norm") or "1.0"
+    if call.command == "ppo" and float(values[0]) != float(actor):
+        raise Refused("actor and critic share --max_norm")
 
 
 def reward_manager(values: list[str], call: Call) -> None:

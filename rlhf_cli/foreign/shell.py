@@ -14,6 +14,7 @@ from rlhf_cli.errors import UsageError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|[<>]&|&?>>?|<)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "?": "?", "a": "\a", "b": "\b"}
 _KEYWORDS = frozenset({"then", "do", "else", "elif", "if", "fi", "done", "while", "for", "in", "{", "}", "!", "time"})
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _OPERATORS = {
@@ -158,15 +159,11 @@ class _Script:
                     self.position -= 2
                     break
                 fields[-1] += following
-            elif character == "'":
-                end = self._find("'")
-                fields[-1] += self.text[self.position : end]
-                self.position, is_empty = end + 1, False
-            elif character == '"':
-                first, *others = self._quoted(None) or [""]
-                fields[-1] += first
-                fields += others
-                is_empty = False
+            elif character in "'\"" or self.text.startswith("$'", self.position - 1):
+                if quoted := self._literal(character):
+                    fields[-1] += quoted[0]
+                    fields += quoted[1:]
+                    is_empty = False
             elif character == "$" or character == "`":
                 items = self._expansion(character)
                 texts = [part for item in items for part in (item.split() if split and "$(" not in item else [item])]
@@ -178,6 +175,26 @@ class _Script:
             else:
                 fields[-1] += character
         return [] if split and is_empty and fields == [""] else fields
+
+    def _literal(self, opening: str) -> list[str]:
+        """Parse the rest of a quoted text. Nothing for `"$@"`, because there are no arguments."""
+        if opening == "'":
+            start, end = self.position, self._find("'")
+            self.position = end + 1
+            return [self.text[start:end]]
+        if opening == "$":
+            return [self._escaped()]
+        has_arguments = re.compile(r"\$(?:@|\{@\})\"").match(self.text, self.position) is None
+        found = self._quoted(None)
+        return found if has_arguments else []
+
+    def _escaped(self) -> str:
+        """Parse `'text'` after `$`, in which backslashes are escapes as in C."""
+        found = re.compile(r"'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, self.position)
+        if found is None:
+            raise UsageError("a quote is not closed")
+        self.position = found.end()
+        return re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[0]), found[1], flags=re.DOTALL)
 
     def _quoted(self, end: int | None) -> list[str]:
         """Parse up to the closing quote or `end`. A quoted array expands to multiple items."""

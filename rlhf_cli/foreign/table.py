@@ -97,6 +97,13 @@ def _dataset(values: list[str], call: Call) -> Settings:
     return {"prompt_data" if call.command in _SAMPLING else "dataset": [name]}
 
 
+def _dataset_config(values: list[str], call: Call) -> Settings | None:
+    """Translate a dataset config in TRL with the dataset that it belongs to."""
+    if (name := call.value("dataset_name")) is None:
+        raise Refused("use --dataset or --prompt_data NAME:CONFIG")
+    return _dataset([name], call)
+
+
 def _peft(values: list[str], call: Call) -> None:
     is_off = bool(values) and values[0].lower() == "false"
     if not is_off and not {"lora_r", "lora_rank"} & call.values.keys():
@@ -119,6 +126,7 @@ FUNCTIONS: dict[str, Meaning] = {
     "peft": _peft,
     "vllm": _vllm,
     "dataset": _dataset,
+    "dataset_config": _dataset_config,
     "split": lambda values, call: {"prompt_split" if call.command in _SAMPLING else "dataset_split": values},
     "learning_rate": lambda values, call: {
         "actor_learning_rate" if call.command in ONLINE_TRAINING else "learning_rate": values
@@ -133,6 +141,7 @@ FUNCTIONS: dict[str, Meaning] = {
         for function in (
             batches.accumulation,
             batches.critic_batch,
+            batches.critic_epochs,
             batches.device_batch,
             batches.max_steps,
             batches.mini_batch,
@@ -143,6 +152,7 @@ FUNCTIONS: dict[str, Meaning] = {
             batches.verl_prompts,
             batches.verl_warmup,
             batches.verl_warmup_share,
+            batches.warmup_steps,
             objectives.adam_betas,
             objectives.adaptive_kl,
             objectives.filtered_range,
@@ -160,11 +170,14 @@ FUNCTIONS: dict[str, Meaning] = {
             objectives.verl_aggregation,
             objectives.verl_clip,
             objectives.verl_kl,
+            objectives.verl_policy_loss,
             objectives.verl_schedule,
+            run_settings.critic_clip,
             run_settings.critic_model,
             run_settings.critic_rate,
             run_settings.critic_warmup,
             run_settings.discount,
+            run_settings.evaluated_rows,
             run_settings.evaluation,
             run_settings.filtered_rounds,
             run_settings.gae_lambda,
@@ -179,7 +192,10 @@ FUNCTIONS: dict[str, Meaning] = {
             run_settings.prime_staleness,
             run_settings.prime_teacher,
             run_settings.prompt_column,
+            run_settings.reward_arguments,
             run_settings.reward_manager,
+            run_settings.template_arguments,
+            run_settings.template_path,
             run_settings.value_clip,
             run_settings.verl_correction,
             run_settings.verl_reward,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -134,7 +135,8 @@ def _with_dashes(words: Sequence[str]) -> list[str]:
     for word in words:
         if _is_of_a_section(word):
             name, _, value = word.lstrip("+~").partition("=")
-            flags += as_flag(name, hydra_value(value))
+            for inner, item in flattened({name: hydra_value(value)}).items():
+                flags += as_flag(inner, item)
         else:
             flags.append(word)
     return flags
@@ -148,14 +150,17 @@ def as_flag(name: str, value: object) -> list[str]:
 
 
 def hydra_value(text: str) -> object:
-    """Parse a Hydra value: a list, None, or text."""
-    if not text.startswith("[") and text not in ("null", "None", "~"):
+    """Parse a Hydra value: a list, a section, None, or text."""
+    if not text.startswith(("[", "{")) and text not in ("null", "None", "~"):
         return text.strip("'\"")
     import yaml  # `rlhf --help` needs none
 
     try:
-        value: object = yaml.safe_load(text)
+        # Hydra needs no space after the name of a setting: {n:4}.
+        value: object = yaml.safe_load(re.sub(r"(\w):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text)
     except yaml.YAMLError:
+        return text
+    if isinstance(value, dict) and None in value.values():  # braces in a text
         return text
     return None if value == "None" else value
 
@@ -293,6 +298,10 @@ def _list_of(name: str) -> Callable[[list[str], Translation], bool]:
 
     def join(rest: list[str], done: Translation) -> bool:
         items = _take(rest, None)
+        if name == "reward_funcs":
+            for item in [item for item in items if "." in item and ":" not in item]:
+                items.remove(item)
+                done.problems.append(f"--reward_funcs {item}: pass Python code as --reward_func FILE.py:NAME")
         own = [_REWARDS.get(item, item) for item in items] if name == "reward_funcs" else items
         if own != items:
             done.rewritten.append(f"--{name} {' '.join(items)} is translated to --{name} {','.join(own)}")

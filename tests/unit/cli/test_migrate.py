@@ -271,6 +271,140 @@ def test_a_kl_coefficient_without_effect_is_named():
     assert not any("no effect" in note for note in notes)
 
 
+ALSO = "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5"
+OWN_REWARD = "reward.custom_reward_function"
+SFT = "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=m data.train_files=d"
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --reward_pretrain r --save_path p"
+TRANSLATED = [
+    # A file of verl 0.8 has the reward in its own section.
+    (
+        f"{VERL} {OWN_REWARD}.path=r.py {OWN_REWARD}.name=f +{OWN_REWARD}.reward_kwargs.a=0.5 "
+        f"+{OWN_REWARD}.reward_kwargs.mode=fast",
+        {"reward_func": "r.py:f", "reward_func_args": '{"a": 0.5, "mode": "fast"}', "reward_funcs": None},
+    ),
+    (f"{VERL} reward.reward_model.enable=True reward.reward_model.model_path=r", {"reward_pretrain": "r"}),
+    (
+        f"{VERL} +reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+        "+reward.reward_kwargs.overlong_buffer_cfg.len=64",
+        {"overlong_buffer_len": "64"},
+    ),
+    (
+        f"{VERL} '+data.apply_chat_template_kwargs={{enable_thinking:False}}'",
+        {"chat_template_kwargs": '{"enable_thinking": false}'},
+    ),
+    (f"{VERL} data.val_files=v data.val_max_samples=20 trainer.test_freq=5", {"eval_max_samples": "20"}),
+    # An unknown loss does not hide the other settings of the objective.
+    (
+        f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov actor_rollout_ref.actor.clip_ratio_high=0.28 "
+        f"actor_rollout_ref.actor.loss_agg_mode=token-mean {ALSO}",
+        {"eps_clip_low_high": "0.2 0.28", "loss_agg": "token_mean", "policy_loss": None, "rollout_correction_cap": "5"},
+    ),
+    (
+        f'{EASY} data.val_files=v \'worker.rollout.val_override_config={{"temperature":0.5,"n":4}}\'',
+        {"eval_temperature": "0.5", "eval_n_samples_per_prompt": "4"},
+    ),
+    (
+        f"{SFT} optim.lr_scheduler_type=cosine optim.min_lr_ratio=0.1 optim.lr_warmup_steps=10 "
+        "optim.lr_warmup_steps_ratio=0.5 engine=fsdp engine.ulysses_sequence_parallel_size=2 data.messages_key=m",
+        {"num_processes": "8", "lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": "0.1", "warmup_steps": "10"}
+        | {"lr_warmup_ratio": None, "sequence_parallel_size": "2", "input_key": "m", "learning_rate": "0.001"},
+    ),
+    # OpenRLHF evaluates with 4 responses at temperature 0.6; the temperature of training stays.
+    (
+        f"{OPENRLHF} --eval_dataset v --eval_n_samples_per_prompt 2 --temperature 0.7",
+        {"eval_n_samples_per_prompt": "2", "eval_temperature": "0.6", "temperature": "0.7"},
+    ),
+    # GKD has one response per prompt: 2 x 1 process x 4 prompts.
+    (
+        "trl gkd --model_name_or_path m --teacher_model_name_or_path t --dataset_name d --output_dir o "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 4",
+        {"rollout_batch_size": "8", "train_batch_size": "8"},
+    ),
+    (
+        "trl dpo --model_name_or_path m --dataset_name d --output_dir o --ref_model_name_or_path r --rpo_alpha 0.5 "
+        "--max_length 1024 --max_prompt_length 512",
+        {"ref_pretrain": "r", "nll_loss_coef": "0.5", "max_len": "1024"},
+    ),
+    (f"{TRL} --reward_funcs accuracy_reward my.module.f think_format_reward", {"reward_funcs": "math,format"}),
+    # 64 responses per step, 16 per prompt, in the names of earlier versions.
+    (
+        "uv run rl --model.name m --orchestrator.batch_size 64 --orchestrator.rollouts_per_example 16 "
+        "--max_async_level 2 --orchestrator.sampling.top_p 0.9 --orchestrator.buffer.online_difficulty_filtering true",
+        {"rollout_batch_size": "4", "train_batch_size": "64", "max_staleness": "2", "top_p": "0.9"}
+        | {"dynamic_filtering": "true"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), TRANSLATED, ids=range(len(TRANSLATED)))
+def test_settings_with_an_equivalent_are_translated(line, expected):
+    found = settings(f"{line} actor_rollout_ref.rollout.n=2" if line.startswith(VERL) else line)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+NAMED = [
+    (f"{TRL} --model_revision abc", "model_revision: download the revision"),
+    (f"{TRL} --shuffle_dataset false", "shuffle_dataset: rows are always shuffled"),
+    (f"{TRL} --max_tool_calling_iterations 3", "max_turns needs --environment"),
+    (f"{TRL} --num_generations_eval 2", "num_generations_eval: use --eval_n_samples_per_prompt"),
+    (f"{TRL} --reward_funcs accuracy my.module.f", "my.module.f: pass Python code as --reward_func"),
+    ("trl sft --model_name_or_path m --dataset_name d --eos_token x", "eos_token: the end token is that of"),
+    ("trl sft --model_name_or_path m --dataset_name d --completion_only_loss false", "use --pretrain_mode"),
+    ("trl sft --model_name_or_path m --dataset_name d --dataset_text_field t", "rename the column"),
+    ("trl dpo --model_name_or_path m --dataset_name d --loss_type sigmoid sft", "sft is --nll_loss_coef"),
+    (f"{VERL} data.shuffle=False", "data.shuffle: rows are always shuffled"),
+    (f"{VERL} reward_model.reward_kwargs.scale=2", "scale: arguments of a reward manager"),
+    (f"{VERL} trainer.resume_from_path=p", "use --load_checkpoint"),
+    (f"{VERL.replace('=grpo', '=gae')} critic.ppo_epochs=4", "critic.ppo_epochs: actor and critic pass"),
+    (f"{VERL.replace('=grpo', '=gae')} critic.grad_clip=0.5", "critic.grad_clip: actor and critic share --max_norm"),
+    (f"{VERL.replace('=grpo', '=gae')} critic.model.lora_rank=8", "critic.model.lora_rank: actor and critic share"),
+    ("uv run rl --model.name m --orchestrator.batch_size 8 --orchestrator.sampling.min_tokens 4", "min_tokens: use"),
+]
+
+
+@pytest.mark.parametrize(("line", "text"), NAMED, ids=range(len(NAMED)))
+def test_settings_that_change_training_are_never_called_not_needed(line, text):
+    found = migration(f"{line} actor_rollout_ref.rollout.n=2" if line.startswith("python3") else line)
+    assert any(text in reason for reason in found.refused), found.notes()
+
+
+def test_a_script_keeps_escapes_and_passes_no_empty_argument(tmp_path):
+    file = tmp_path / "a.sh"
+    file.write_text(
+        f'{VERL} actor_rollout_ref.rollout.n=2 --config-name=ppo_trainer \\\n  "$@"\n'
+        "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset d --save_path p \\\n"
+        "  --input_template $'User: {}\\nIt\\'s: '\n"
+    )
+    first, second = map(migrated, programs_in([str(file)]))
+    assert not any("missing" in note for note in first.notes())
+    assert second.settings["input_template"] == ["User: {}\nIt's: "]
+
+
+def test_a_config_of_dpo_with_a_limit_for_responses_is_not_one_of_grpo(tmp_path):
+    file = tmp_path / "dpo_config.yaml"
+    file.write_text("model_name_or_path: m\ndataset_name: d\nmax_completion_length: 64\nbeta: 0.05\n")
+    (program,) = programs_in([str(file)])
+    assert program.command == "dpo"
+    (tmp_path / "a.toml").write_text("[orchestrator]\nbatch_size = 8\n")
+    with pytest.raises(UsageError, match="pass one at a time"):
+        programs_in([str(file), str(tmp_path / "a.toml")])
+
+
+def test_separate_files_of_prime_rl_are_parts(tmp_path):
+    (tmp_path / "t.toml").write_text('max_steps = 9\n[model]\nname = "m"\n[optim]\nlr = 3e-6\n')
+    (tmp_path / "o.toml").write_text("batch_size = 32\nrollouts_per_example = 8\n[sampling]\nmax_tokens = 64\n")
+    (tmp_path / "i.toml").write_text('[model]\nname = "m"\n')
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "uv run rl --trainer @ t.toml --orchestrator @ o.toml --inference @ i.toml --inference-gpu-ids 0\n"
+    )
+    (program,) = programs_in([str(script)])
+    found = migrated(program)
+    assert found.refused == []
+    assert found.settings["rollout_batch_size"] == ["4"]
+    assert found.settings["max_new_tokens"] == ["64"]
+
+
 LOSSES = [
     ("clip_ratio_low=0.2 clip_ratio_high=0.28 clip_ratio_c=10", {"eps_clip_low_high": "0.2 0.28", "dual_clip": "10"}),
     ("policy_loss.loss_mode=gspo clip_ratio_low=3e-4 clip_ratio_high=4e-4", {"policy_loss": "gspo"}),
@@ -346,7 +480,7 @@ def test_what_is_not_recognized_is_one_sentence(source, message, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "stage: sft\n", "contains no settings of training command"),
+        ("a.yaml", "stage: sft\n", "contains no settings of OpenRLHF"),
         ("a.yaml", "a: [", "line 1"),
         ("a.toml", "a = ", "not TOML"),
         ("a.toml", "[project]\nname = 'x'\n", "contains no settings of prime-rl"),
