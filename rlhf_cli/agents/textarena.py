@@ -166,7 +166,7 @@ def _num_players(name: str, parameters: Mapping[str, object]) -> int:
     """Return the number of players, 1 or 2. Raises BadResult if the game needs more, or cannot begin."""
     from textarena import SinglePlayerState, TwoPlayerState
 
-    reason = "it is a game for more players"
+    reasons: list[str] = []
     for number, kind in ((1, SinglePlayerState), (2, TwoPlayerState)):
         try:
             game = _Choice(name, parameters, number, 0).new()
@@ -176,10 +176,12 @@ def _num_players(name: str, parameters: Mapping[str, object]) -> int:
             raise
         # Games check their number of players and their parameters, and raise anything.
         except Exception as error:
-            reason = one_line(error)
+            reasons.append(one_line(error))
         else:
             if isinstance(_rules(game).state, kind):
                 return number
+    # A wrong value is refused with each number of players; the number itself may be refused with the other one.
+    reason = next((reason for reason in reasons if "player" not in reason), (reasons or ["it needs more players"])[-1])
     raise BadResult(f"cannot be played alone or against one opponent: {reason}")
 
 

@@ -46,10 +46,11 @@ def dataset_of(text: str) -> Dataset:
         raise UsageError("separate several datasets with commas, and mix them with --prompt_data_probs")
     if name not in DATASETS:
         names = sorted(DATASETS.keys() - {_MIXTURE})
-        near = get_close_matches(name, names, n=_MOST_NAMES, cutoff=_LEAST_LIKENESS)
+        near = get_close_matches(name.lower(), names, n=_MOST_NAMES, cutoff=_LEAST_LIKENESS)
         listed = f"did you mean {' or '.join(near)}?" if near else f"the datasets are {', '.join(names)}"
         raise UsageError(f"reasoning_gym has no dataset {name!r}: {listed}")
-    defaults = {field.name: _default(field) for field in dataclasses.fields(DATASETS[name][1])}
+    # The package's own seed is none, from which the type of a value would not follow.
+    defaults = {field.name: _default(field) for field in dataclasses.fields(DATASETS[name][1])} | {"seed": _SEED}
     try:
         return create_dataset(name, **{"seed": _SEED, **parameters_of(name, query, defaults)})
     # Datasets check their values with assertions.

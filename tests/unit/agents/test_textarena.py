@@ -132,6 +132,7 @@ def test_three_in_a_row_win_against_the_random_opponent() -> None:
         ("GuessTheNumber-v0?max_turns=x", "is invalid: max_turns must be an integer, not 'x'"),
         ("TicTacToe-v0?player=2", "is invalid: player must be 0 or 1, not 2"),
         ("GuessTheNumber-v0?player=1", "is invalid: GuessTheNumber-v0 has one player"),
+        ("GuessTheNumber-v0?max_number=-5", "against one opponent: empty range"),
         ("Othello-v0?board_size=5", "board_size must be an even integer"),
         ("ThreePlayerTicTacToe-v0", "cannot be played alone or against one opponent: .* exactly three players"),
         ("ConnectFour-v0", "lists no legal moves for a random opponent: play it in an environment file"),

@@ -90,6 +90,8 @@ def test_lists_and_sums_in_answers_are_evaluated():
         ("chain_sum?min_term=3", r"no parameter 'min_term' \(did you mean min_terms\?\): min_terms, max_terms"),
         ("chain_sum?min_terms=two", "min_terms must be an integer, not 'two'"),
         ("chain_sum?min_terms=true", "min_terms must be an integer, not 'true'"),
+        ("chain_sum?seed=x", "seed must be an integer, not 'x'"),
+        ("CHAIN_SUM", "did you mean chain_sum"),
         ("chain_sum?allow_negation=1", "allow_negation must be true or false, not '1'"),
         ("chain_sum?min_terms=9&max_terms=3", "max_terms must be >= min_terms"),
         ("chain_sum?size=1&size=2", "size is given twice"),
