@@ -10,6 +10,7 @@ repeated. Exits with 1 if a plan is more than 15 % off.
 import random
 import sys
 from collections.abc import Mapping
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ ONLINE: dict[str, object] = {
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "sft": ("sft", OFFLINE),
     "sft, LoRA": ("sft", {**OFFLINE, "lora_rank": 16}),
-    "sft, images": ("sft", OFFLINE),
+    "sft, images": ("sft", {**OFFLINE, "output_key": "response"}),
     "dpo": ("dpo", OFFLINE),
     "rm": ("rm", OFFLINE),
     "grpo": ("grpo", ONLINE),
@@ -87,21 +88,28 @@ def write_data(folder: Path) -> dict[str, Path]:
 
 def sized_model(folder: Path, data: Path, size: str, *, has_images: bool) -> Path:
     """Create a model of a size, with the vocabulary size of the table: more embeddings than tokens."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-
     name = f"{size}_images" if has_images else size
     model = folder / name
     if not model.exists():
         shape = f"{SIZES[size]} --num_key_value_heads {KEY_VALUE_HEADS[size]} --vocab_size 512"
         plain = make_model(folder, data, shape=shape + (f" {VISION}" if has_images else ""), name=f"{name}_plain")
-        config = AutoConfig.from_pretrained(plain)
-        config.get_text_config().vocab_size = VOCABULARY[size]
-        if has_images:
-            config.vocab_size = VOCABULARY[size]
-        made = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_config(config)
-        (AutoProcessor if has_images else AutoTokenizer).from_pretrained(plain).save_pretrained(model)
-        made.save_pretrained(model)
+        # In a process of its own: this one would share torch's pages with the runs, which would measure less.
+        with get_context("spawn").Pool(1) as pool:
+            pool.apply(save_with_vocabulary, (plain, model, VOCABULARY[size], has_images))
     return model
+
+
+def save_with_vocabulary(plain: Path, model: Path, vocab_size: int, has_images: bool) -> None:
+    """Save an untrained model like `plain` with more embeddings."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(plain)
+    config.get_text_config().vocab_size = vocab_size
+    if has_images:
+        config.vocab_size = vocab_size
+    made = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_config(config)
+    (AutoProcessor if has_images else AutoTokenizer).from_pretrained(plain).save_pretrained(model)
+    made.save_pretrained(model)
 
 
 def run(name: str, size: str, folder: Path, data: Mapping[str, Path]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
 """Host memory of a process with torch and CUDA; an assumption, not measured."""
-_CPU_LIBRARIES, _CPU_RANK = 0.12 * GIB, 0.22 * GIB
+_CPU_LIBRARIES, _CPU_RANK = 0.30 * GIB, 0.22 * GIB
 _CPU_RAY, _CPU_RAY_RANK, _CPU_ENGINE, _CPU_VLLM = 0.69 * GIB, 0.29 * GIB, 0.36 * GIB, 1.0 * GIB
 """Memory on a CPU without models: libraries that processes share, an offline rank; the driver with Ray, an online rank,
 and a transformers or vLLM engine; proportional set sizes of runs with 0.4M parameters (docs/benchmarks.md)."""
