@@ -105,13 +105,18 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder with a random float32 2-layer Qwen2 with tied embeddings and grouped heads, tokenizer and chat
     template.
     """
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-qwen2"))
+
+
+def save_tiny_model(folder: Path) -> str:
+    """Write the model of `tiny_model_dir`."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = make_tiny_tokenizer()
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**_shape(tokenizer), tie_word_embeddings=True))
-    return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-qwen2"))
+    return _save(model, tokenizer, folder)
 
 
 @pytest.fixture(scope="session")

@@ -190,9 +190,19 @@ class PolicyConfig(SettingsGroup):
         low, high = self.clip_cov_range
         if not 0 <= low < high:
             raise ValueError(f"clip_cov_range {low:g} {high:g}: requires 0 <= first < second")
-        if self.dppo_delta_low_high is not None and min(self.dppo_delta_low_high) <= 0:
-            low, high = self.dppo_delta_low_high
+        return self
+
+    @model_validator(mode="after")
+    def _check_trust_region(self) -> "PolicyConfig":
+        if self.dppo_delta_low_high is None:
+            return self
+        low, high = self.dppo_delta_low_high
+        if min(low, high) <= 0:
             raise ValueError(f"dppo_delta_low_high {low:g} {high:g}: both must be above 0")
+        if self.policy_loss == "dppo_tv" and max(low, high) >= 1:
+            raise ValueError(
+                f"dppo_delta_low_high {low:g} {high:g}: both must be below 1, the largest difference of probabilities"
+            )
         return self
 
     @model_validator(mode="after")

@@ -95,7 +95,7 @@ class PairLossConfig(SettingsGroup):
     """Target reward margin in simpo. Default: 1 if simpo is the only loss."""
     discopop_tau: float = Field(0.05, gt=0, le=1)
     """Temperature of the discopop mixture."""
-    orpo_lambda: float = 0.1
+    orpo_lambda: float = Field(0.1, ge=0)
     """Weight of orpo's odds ratio relative to its likelihood."""
     f_divergence_type: FDivergence = "reverse_kl"
     """Divergence from the reference (f-DPO, arXiv 2309.16240), in sigmoid, ipo, hinge, robust, exo_pair, discopop and

@@ -154,6 +154,11 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"preset": "online_dpo", "init_kl_coef": "0"}, "init_kl_coef above 0"),
         ("grpo", {"preset": "online_dpo", "kl_target": "6"}, "leave out kl_target"),
         ("grpo", {"policy_loss": "dppo_tv", "dppo_delta_low_high": [0.2, 0]}, "both must be above 0"),
+        (
+            "grpo",
+            {"policy_loss": "dppo_tv", "dppo_delta_low_high": [0.2, 1]},
+            "must be below 1, the largest difference",
+        ),
         ("grpo", {"dppo_delta_low_high": [0.2, 0.2]}, "needs --policy_loss dppo_tv or dppo_kl"),
         ("grpo", {"policy_loss": "vespo", "vespo_k": ["0", "1"]}, "vespo_k and vespo_lambda: all must be above 0"),
         ("ppo", {"lambd_alpha": "0.05", "lambd": "0.9"}, "set only one"),
