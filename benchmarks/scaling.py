@@ -8,7 +8,7 @@ time. The driver's share relates it to the seconds that `rlhf plan` forecasts fo
 Qwen2.5-7B on H100s, 16 samples per prompt, responses of up to 15,872 tokens, half of that on average).
 
 A size is GPUS:PROMPTS:TOKENS, with the mean number of tokens per response. CPU time includes Ray's threads in the
-driver. The share of 65,536 responses is extrapolated in proportion to tokens.
+driver. While engines sample, the driver's work delays nothing; outside of it, engines and ranks wait for the driver.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from rlhf_cli.commands.plan import planned_class
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest
 from rlhf_cli.data.tokenizing.decoding import text_of
+from rlhf_cli.environment import SELDOM, resume_collector
 from rlhf_cli.options import typer_command
 from rlhf_cli.planning.hardware import hardware_of
 from rlhf_cli.planning.planner import Plan, make_plan
@@ -61,10 +62,9 @@ from rlhf_cli.trainers.online.state import OnlineSettings, first_state
 SIZES = ("8:512:512", "64:1024:512", "512:256:7936", "512:4096:496", "1024:256:7936", "1024:4096:496")
 COMMAND = "--pretrain Qwen/Qwen2.5-7B --prompt_data prompts.jsonl --reward_funcs gsm8k --gpu h100"
 SAMPLES_EACH, PROMPT_TOKENS = 16, 256
-FULL_PROMPTS, FULL_TOKENS = 4096, 7936
 HEAD = (
-    "GPUs | samples | tokens | driver, CPU s | share | share of 65,536 | received, MiB | sent, MiB | store, MiB | "
-    "peak, MiB"
+    "GPUs | samples | tokens | driver, CPU s | share | outside sampling, CPU s | share | calls | received, MiB | "
+    "sent, MiB | store, MiB | peak, MiB"
 )
 INLINE_BYTES = 100 * 1024
 """Ray sends larger arguments and results through its object store."""
@@ -359,6 +359,7 @@ def measure(size: Size, folder: Path, profile: Path | None) -> dict[str, Any]:
         run(config_of(replace(size, prompts=2)))
         puts.bytes = 0
         ray.get(others.take_bytes.remote())
+        resume_collector(SELDOM)  # as in runs
         profiler = cProfile.Profile()
         if profile is not None:
             profiler.enable()
@@ -368,16 +369,19 @@ def measure(size: Size, folder: Path, profile: Path | None) -> dict[str, Any]:
         found |= {name: found[name] + puts.bytes for name in ("sent", "stored")}
     if profile is not None:
         profiler.dump_stats(profile)
-    planned = plan_of(config_of(Size(size.gpus, FULL_PROMPTS, FULL_TOKENS))).seconds
-    return {"seconds": seconds, **found, "peak": peak_memory(os.getpid()), "planned": plan.seconds, "full": planned}
+    return {"seconds": seconds, **found, "peak": peak_memory(os.getpid()), "planned": plan.seconds}
 
 
 def _row(size: Size, found: dict[str, Any]) -> list[object]:
-    seconds, samples = sum(found["seconds"].values()), size.prompts * SAMPLES_EACH
-    full = seconds * FULL_PROMPTS * FULL_TOKENS / (size.prompts * size.tokens)
-    shares = [f"{100 * one:.1f} %" for one in (seconds / found["planned"], full / found["full"])]
+    seconds = sum(found["seconds"].values())
+    times = [
+        text
+        for one in (seconds, seconds - found["seconds"]["generate"])
+        for text in (f"{one:.1f}", f"{100 * one / found['planned']:.1f} %")
+    ]
     sizes = [f"{found[name] / MIB:,.0f}" for name in ("received", "sent", "stored")]
-    return [size.gpus, samples, size.tokens, f"{seconds:.1f}", *shares, *sizes, f"{found['peak']:,.0f}"]
+    samples = size.prompts * SAMPLES_EACH
+    return [size.gpus, samples, size.tokens, *times, found["calls"], *sizes, f"{found['peak']:,.0f}"]
 
 
 def parser() -> argparse.ArgumentParser:

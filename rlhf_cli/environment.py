@@ -31,7 +31,7 @@ small layer (4 times slower on virtual machines)."""
 
 USUAL = gc.get_threshold()
 SELDOM = (100_000, 50, 50)
-"""Garbage collector thresholds during startup."""
+"""Garbage collector thresholds during startup, and in the driver of online runs."""
 
 _ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _ONEDNN_CAPACITY = "128"
@@ -121,10 +121,10 @@ def rest_collector() -> None:
     gc.set_threshold(*SELDOM)
 
 
-def resume_collector() -> None:
+def resume_collector(thresholds: tuple[int, int, int] = USUAL) -> None:
     """Restore normal garbage collection. Existing objects are frozen, because they live until the end."""
     gc.freeze()
-    gc.set_threshold(*USUAL)
+    gc.set_threshold(*thresholds)
 
 
 def onednn_caches() -> dict[str, str]:

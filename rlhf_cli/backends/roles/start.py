@@ -24,8 +24,9 @@ from rlhf_cli.config.roles import Role
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.environment import SPIN_COUNT, onednn_caches
 
-COLLECT_SECONDS = 0.01
-"""Mean interval between calls that collect responses, over all engines: the driver handles at most 100 in a second."""
+COLLECT_SECONDS = 0.02
+"""Mean interval between calls that collect responses, over all engines: a call costs the driver about 0.4 ms, and 50 in
+a second 2 % of a core."""
 
 
 @dataclass(frozen=True)

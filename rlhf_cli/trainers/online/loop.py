@@ -4,6 +4,7 @@ All heavy components are passed in, so tests run the loop in milliseconds with f
 estimator (algorithms/estimators/). Roles send work to ranks and engines.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -147,6 +148,7 @@ def run_iterations(
         if batch is not None:
             after, metrics = iterations.learn(batch, state, timer)
             batch = None  # frees the arrays in the object store
+            gc.collect(1)  # the driver's collector runs rarely, and cycles may hold images and tokens
         # With dynamic sampling the end is known only after the iteration.
         is_last = after is None or after.iteration == total_iterations or iterations.is_used_up(after)
         state = after or state

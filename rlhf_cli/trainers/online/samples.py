@@ -15,6 +15,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Branch, Generation
 from rlhf_cli.data.stored_arrays import Column
 from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
+from rlhf_cli.models.vision.pictures import PlacedPicture
 from rlhf_cli.rewards.records import Score
 
 
@@ -62,8 +63,13 @@ class Sample:
         response = self.response
         # An environment may have extended the prompt of the row.
         own = None if response.episode is None else response.episode.prompt_ids
-        sequence = _sequence(self.prompt.prompt_ids if own is None else own, response.token_ids, response.turns)
-        return replace(sequence, pictures=self.prompt.pictures, teacher=self.prompt.teacher)
+        return _sequence(
+            self.prompt.prompt_ids if own is None else own,
+            response.token_ids,
+            response.turns,
+            pictures=self.prompt.pictures,
+            teacher=self.prompt.teacher,
+        )
 
     @property
     def teacher_sequence(self) -> TokenSequence:
@@ -71,8 +77,7 @@ class Sample:
         ids = self.prompt.teacher_ids
         if ids is None:
             return self.sequence
-        read = _sequence(ids, self.response.token_ids, self.response.turns)
-        return replace(read, teacher=self.prompt.teacher)
+        return _sequence(ids, self.response.token_ids, self.response.turns, teacher=self.prompt.teacher)
 
     @property
     def sequences(self) -> list[TokenSequence]:
@@ -80,8 +85,9 @@ class Sample:
 
         Each sampled token is trained in exactly one of them.
         """
-        earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in self.branches)
-        return [*(replace(one, teacher=self.prompt.teacher) for one in earlier), self.sequence]
+        teacher = self.prompt.teacher
+        earlier = (_sequence(one.prompt_ids, one.token_ids, one.turns, teacher=teacher) for one in self.branches)
+        return [*earlier, self.sequence]
 
     @property
     def observed_turns(self) -> Iterator[tuple[int, bytes]]:
@@ -101,12 +107,19 @@ class Sample:
         return [*(branch.routed_experts for branch in self.branches), self.response.routed_experts]
 
 
-def _sequence(prompt_ids: list[int], response_ids: Sequence[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
+def _sequence(
+    prompt_ids: list[int],
+    response_ids: Sequence[int],
+    turns: Sequence[tuple[int, int]],
+    *,
+    pictures: tuple[PlacedPicture, ...] = (),
+    teacher: int = 0,
+) -> TokenSequence:
     token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in (prompt_ids, response_ids)])
     is_sampled_T = np.zeros(token_ids.size, dtype=bool)
     for start, end in turns:
         is_sampled_T[len(prompt_ids) + start : len(prompt_ids) + end] = True
-    return TokenSequence(token_ids, is_sampled_T)
+    return TokenSequence(token_ids, is_sampled_T, pictures, teacher=teacher)
 
 
 Group = list[Sample]
@@ -216,6 +229,8 @@ class Rollout:
     def replayed_sequences(self) -> list[TokenSequence]:
         """`sequences` for the actor, which replays the experts of the rollout engine. Other models choose their own."""
         experts = [own for sample in self.samples for own in sample.routed_experts]
+        if all(own is None for own in experts):
+            return self.sequences
         return [replace(sequence, routed_experts=own) for sequence, own in zip(self.sequences, experts, strict=True)]
 
     @cached_property

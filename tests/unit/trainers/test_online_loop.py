@@ -1,7 +1,9 @@
 """The online loop with fakes: order and arguments of calls, and resumed runs."""
 
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -46,6 +48,28 @@ def test_one_role_computes_after_the_other():
         # The weights are not moved until the engines have received them.
         *("actor.update", "engines.receive_weights 1", "actor.sleep"),
     ]
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cycles_of_an_iteration_are_freed_at_its_end_without_the_collector(monkeypatch):
+    run, held = Run(), []
+    update = run.actor.update
+
+    def keep_and_update(*args, **named):
+        held.append(weakref.ref(_Cycle()))
+        return update(*args, **named)
+
+    monkeypatch.setattr(run.actor, "update", keep_and_update)
+    gc.disable()
+    try:
+        run(total_iterations=2)
+    finally:
+        gc.enable()
+    assert [one() for one in held] == [None, None]
 
 
 def test_a_reward_model_is_awake_between_the_other_rewards_and_the_first_forward_pass():
