@@ -1,12 +1,14 @@
-"""Measure the time until commands train, show help, or report a mistake.
+"""Measure the time until commands train, show help, print a plan, or report a mistake.
 
     python benchmarks/startup.py run [sft ppo grpo]
     python benchmarks/startup.py help [--runs 7]
+    python benchmarks/startup.py plans [--runs 3]
     python benchmarks/startup.py mistakes
 
 run       wall time until each output line in a two-step run on a tiny model, and start and CPU time by process.
           Needs an idle machine.
 help      CPU time of `rlhf --help` and of each command's help, in new processes. Exits with 1 above 0.4 s.
+plans     CPU time of easy and hard plans, in new processes, and its imports. Exits with 1 above 3 s.
 mistakes  CPU time from a mistake in flags, paths, columns or ports to its message. Exits with 1 above 0.6 s, or if a
           command ends with a status other than 2.
 """
@@ -27,8 +29,9 @@ import psutil
 from common import RLHF, cpu_seconds, machine, make_model, make_parser, table, watched_processes, write_rows
 
 from rlhf_cli.cli import COMMANDS
+from rlhf_cli.runs.plan import DOES_NOT_FIT
 
-HELP_LIMIT, MISTAKE_LIMIT = 0.4, 0.6
+HELP_LIMIT, MISTAKE_LIMIT, PLAN_LIMIT = 0.4, 0.6, 3.0
 """Seconds of CPU time."""
 EVENTS = {
     "Starting on": "Ray has started",
@@ -43,6 +46,14 @@ ONLINE = (
     "--max_len 64 --max_new_tokens 16 --num_episodes 1 --max_iterations 2"
 )
 RUNS = {"sft": "--dataset {data} --train_batch_size 8 --max_len 64 --max_steps 2", "ppo": ONLINE, "grpo": ONLINE}
+LARGEST = "--pretrain Qwen/Qwen3-235B-A22B --gpu h100 --num_gpus"
+PLANS = (
+    "sft --pretrain Qwen/Qwen2.5-7B --gpu h100 --num_gpus 8",
+    "grpo --pretrain Qwen/Qwen2.5-7B --gpu h100 --num_gpus 8",
+    *(f"{command} {LARGEST} {gpus}" for command in ("ppo", "grpo") for gpus in ("1", "8", "8 --num_nodes 64")),
+    f"ppo {LARGEST} 8 --num_nodes 1024",
+)
+"""Plans of little work, and those that compare the most changes and layouts."""
 SHOWN = 70
 """Characters of a message."""
 GRPO = "grpo --pretrain model --prompt_data rows.jsonl --reward_funcs exact --output run"
@@ -165,6 +176,27 @@ def helps(args: argparse.Namespace) -> int:
     return int(slow > 0)
 
 
+def plans(args: argparse.Namespace) -> int:
+    """Measure plans, and the imports of the first one."""
+    slow, rows = 0, []
+    for command in PLANS:
+        words = [*RLHF, "plan", *command.split()]
+        found = [cpu_seconds(words, output=subprocess.DEVNULL) for _ in range(args.runs + 1)]
+        if any(status not in (0, DOES_NOT_FIT) for _, status in found):
+            raise SystemExit(f"rlhf plan {command} failed")
+        seconds = statistics.median(seconds for seconds, _ in found[1:])  # the first run compiles to .pyc
+        slow += seconds > PLAN_LIMIT
+        rows.append((f"rlhf plan {command}", f"{seconds:.2f}{'  too slow' * (seconds > PLAN_LIMIT)}"))
+    imports = [
+        sys.executable,
+        "-c",
+        "import rlhf_cli.__main__, rlhf_cli.cli, rlhf_cli.commands.sft, rlhf_cli.runs.plan",
+    ]
+    seconds = statistics.median(cpu_seconds(imports, output=None)[0] for _ in range(args.runs))
+    print(table("command | CPU, s", [*rows, ("imports of a plan", f"{seconds:.2f}")]))
+    return int(slow > 0)
+
+
 def mistakes(args: argparse.Namespace) -> int:
     """Measure all mistakes."""
     wrong = 0
@@ -220,6 +252,9 @@ def main() -> int:
     part = parts.add_parser("help")
     part.add_argument("--runs", type=int, default=7)
     part.set_defaults(run=helps)
+    part = parts.add_parser("plans")
+    part.add_argument("--runs", type=int, default=3)
+    part.set_defaults(run=plans)
     parts.add_parser("mistakes").set_defaults(run=mistakes)
     args = parser.parse_args()
     print(machine(), flush=True)

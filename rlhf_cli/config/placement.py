@@ -1,7 +1,7 @@
 """Placement of an online run's models on nodes and GPUs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
@@ -44,7 +44,8 @@ class LayoutSettings:
     Example, `rlhf ppo --critic_num_gpus_per_node 2`: shapes = {"actor": (1, 1), "critic": (1, 2), "ref": (1, 1)}.
     """
 
-    shapes: Mapping[str, tuple[int, int]]
+    # Hashes ignore the mapping, which has none.
+    shapes: Mapping[str, tuple[int, int]] = field(hash=False)
     pairs: tuple[tuple[str, str], ...] = ()
     together: bool | None = None
     num_engines: int | None = None

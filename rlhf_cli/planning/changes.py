@@ -1,7 +1,9 @@
 """Changes of flags that make a command fit or faster: candidates are planned like the command, the best are kept."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from pydantic import ValidationError
 
@@ -9,6 +11,7 @@ from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import shown
+from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import GPUS, Hardware
 from rlhf_cli.planning.planner import Plan
 
@@ -20,6 +23,8 @@ _LEAST_SAVED = 0.03
 """Fraction of a step's time that a change must save."""
 _CHANGED = 2
 """How much a change affects the result if it trains other weights or other texts."""
+_SHARES, _SIZES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (1, 2, 4, 8)
+"""Fractions of GPU memory for an engine, and GPUs per engine."""
 _CLUSTERS = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16))
 """GPUs per node and nodes that are tried if no flags make a command fit."""
 
@@ -62,27 +67,20 @@ def with_values(config: CommandConfig, values: Mapping[str, object]) -> CommandC
 
 def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Change]:
     """Return the best changes: those that make a command fit, otherwise those that make it faster."""
-    hardware = plan.work.hardware
-    singles = list(tried(config, candidates(config, plan), hardware, planner))
-    fitting = [one for one in singles if one.plan.fits]
+    singles = list(_singles(config, plan, planner))
+    most = (1 - _LEAST_SAVED) * plan.seconds if plan.fits else math.inf
+    helping = [one for several in singles for one in several if one.plan.fits and one.plan.seconds < most]
+    found = [_without_redundant(config, one, planner) for one in helping]
     if plan.fits:
-        faster = [one for one in fitting if one.plan.seconds < (1 - _LEAST_SAVED) * plan.seconds]
-        return _best(sorted(faster, key=lambda one: one.plan.seconds))
-    if fitting:
-        return _best(sorted([*fitting, *_of_the_same_result(config, plan, planner, fitting)], key=_order))
-    ways = (_combined, _on_more_gpus, _on_larger_gpus)
-    found = next(filter(None, (way(config, plan, planner) for way in ways)), None)
-    return [] if found is None else [found]
-
-
-def _of_the_same_result(
-    config: CommandConfig, plan: Plan, planner: Planner, fitting: Sequence[Change]
-) -> Iterator[Change]:
-    """Yield a combination that fits and trains the same weights, if each single change that fits is an adapter."""
-    if all(_changes_result(one) == _CHANGED for one in fitting):
-        found = _combined(config, plan, planner)
-        if found is not None and _changes_result(found) < _CHANGED:
-            yield found
+        return _best(sorted(found, key=lambda one: one.plan.seconds))
+    if all(_effect(one.values) == _CHANGED for one in found):
+        # A combination that trains the same weights is better than an adapter.
+        several = _combined(config, plan, planner, singles)
+        found += [several] if several is not None and (not found or _effect(several.values) < _CHANGED) else []
+    if found:
+        return _best(sorted(found, key=_order))
+    elsewhere = _on_more_gpus(config, plan, planner) or _on_larger_gpus(config, plan, planner)
+    return [] if elsewhere is None else [elsewhere]
 
 
 def _best(several: Sequence[Change]) -> list[Change]:
@@ -94,28 +92,36 @@ def _best(several: Sequence[Change]) -> list[Change]:
 
 def _order(change: Change) -> tuple[int, float]:
     """Return a key that sorts changes from best to worst. Limits of texts stay in their order, the longest first."""
-    return _changes_result(change), 0.0 if "max_len" in change.values else change.plan.seconds
+    return _effect(change.values), 0.0 if "max_len" in change.values else change.plan.seconds
 
 
-def _changes_result(change: Change) -> int:
+def _effect(values: Values) -> int:
     """Return how much a change affects the result: 0 only by rounding, 1 other optimizer states, 2 more than that."""
-    return _CHANGED if {"lora_rank", "max_len"} & change.values.keys() else int("optim" in change.values)
+    return _CHANGED if {"lora_rank", "max_len"} & values.keys() else int("optim" in values)
 
 
-def _combined(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
-    """Return changes that together make the command fit, added one by one, or None."""
+def _singles(config: CommandConfig, plan: Plan, planner: Planner) -> Iterator[list[Change]]:
+    """Yield the possible changes in lists of equal effect on the result, least first. Makes the plans of a list."""
+    for _, values_of in groupby(sorted(candidates(config, plan), key=_effect), key=_effect):
+        yield list(_tried(config, values_of, plan.work.hardware, planner))
+
+
+def _combined(
+    config: CommandConfig, plan: Plan, planner: Planner, singles: Iterable[Sequence[Change]]
+) -> Change | None:
+    """Return changes that together make the command fit, added one by one to the best of `_singles`, or None."""
     values: Values = {}
     for _ in range(_MOST_COMBINED):
-        so_far = with_values(config, values) or config
-        changes = list(tried(so_far, candidates(so_far, plan), plan.work.hardware, planner))
         # Another optimizer or an adapter only if nothing else helps.
-        helping = [one for one in changes if one.plan.excess < plan.excess]
-        best = min(helping, key=lambda one: (_changes_result(one), one.plan.excess, one.plan.seconds), default=None)
+        found = ([one for one in several if one.plan.excess < plan.excess] for several in singles)
+        helping = next(filter(None, found), [])
+        best = min(helping, key=lambda one: (one.plan.excess, one.plan.seconds), default=None)
         if best is None:
             return None
         values, plan = values | best.values, best.plan
         if plan.fits:
             return _needed(Change(values, plan), config, planner)
+        singles = _singles(with_values(config, values) or config, plan, planner)
     return None
 
 
@@ -131,16 +137,20 @@ def _needed(change: Change, config: CommandConfig, planner: Planner) -> Change:
 
 def _on_more_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
     """Return the smallest number of GPUs on which the command fits, with flags, or None."""
-    hardware = plan.work.hardware
+    hardware, engine = plan.work.hardware, plan.work.engine
     for num_gpus, num_nodes in _CLUSTERS:
-        if hardware.is_cpu or num_gpus * num_nodes <= hardware.total_gpus:
+        if hardware.is_cpu or num_gpus * num_nodes <= plan.work.hardware.total_gpus:
+            continue
+        if engine is not None and not _holds_weights(engine, max(engine.share, *_SHARES), num_gpus):
             continue
         values: Values = {"num_processes": num_gpus} if isinstance(config, OfflineConfig) and num_nodes == 1 else {}
+        changed, hardware = config.updated(values), replace(hardware, num_gpus=num_gpus, num_nodes=num_nodes)
         try:
-            larger = planner(config.updated(values), replace(hardware, num_gpus=num_gpus, num_nodes=num_nodes))
+            larger = planner(changed, hardware)
         except UsageError:
             continue
-        found = Change({}, larger) if larger.fits else _combined(config.updated(values), larger, planner)
+        singles = _singles(changed, larger, planner)
+        found = Change({}, larger) if larger.fits else _combined(changed, larger, planner, singles)
         if found is not None:
             nodes = f" --num_nodes {num_nodes}" if num_nodes > 1 else ""
             return replace(found, values=values | found.values, gpus=f"--num_gpus {num_gpus}{nodes}")
@@ -162,12 +172,19 @@ def _on_larger_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Chan
     return None
 
 
-def tried(config: CommandConfig, values_of: Iterable[Values], hardware: Hardware, planner: Planner) -> Iterator[Change]:
-    """Yield the changes that the command accepts, with their plans, without settings that have no effect on them."""
-    for values in values_of:
-        change = _change(config, values, hardware, planner)
-        if change is not None:
-            yield _without_redundant(config, change, planner)
+def first_fitting(
+    config: CommandConfig, values_of: Iterable[Values], hardware: Hardware, planner: Planner
+) -> Change | None:
+    """Return the first change that the command accepts and that fits, None if there is none."""
+    found = next((one for one in _tried(config, values_of, hardware, planner) if one.plan.fits), None)
+    return None if found is None else _without_redundant(config, found, planner)
+
+
+def _tried(
+    config: CommandConfig, values_of: Iterable[Values], hardware: Hardware, planner: Planner
+) -> Iterator[Change]:
+    """Yield the changes that the command accepts, with their plans."""
+    return filter(None, (_change(config, values, hardware, planner) for values in values_of))
 
 
 def _change(config: CommandConfig, values: Values, hardware: Hardware, planner: Planner) -> Change | None:
@@ -209,11 +226,15 @@ def candidates(config: CommandConfig, plan: Plan) -> Iterator[Values]:
 
 
 def _of_batches(plan: Plan) -> Iterator[Values]:
-    yield {"gradient_checkpointing": not plan.batching.recomputes}
-    for size in _sizes(plan.batching.max_tokens, plan.work.longest):
-        yield {"train_max_tokens_per_gpu": size}
-        yield {"gradient_checkpointing": False, "train_max_tokens_per_gpu": size}
-    if not plan.fits:
+    batching, fits = plan.batching, plan.fits
+    # What needs more memory makes no command fit.
+    if fits or not batching.recomputes:
+        yield {"gradient_checkpointing": not batching.recomputes}
+    for size in _sizes(batching.max_tokens, plan.work.longest):
+        if fits or size < batching.max_tokens:
+            yield {"train_max_tokens_per_gpu": size}
+            yield {"gradient_checkpointing": False, "train_max_tokens_per_gpu": size}
+    if not fits:
         yield {"gradient_checkpointing": True, "activation_offload": True}
 
 
@@ -271,16 +292,24 @@ def _of_frozen_models(plan: Plan) -> Iterator[Values]:
         yield {"precompute_ref_log_probs": True}
 
 
+def _holds_weights(engine: EngineMemory, share: float, size: int) -> bool:
+    """Return whether an engine with this share and size has room for its weights, with whatever other change."""
+    # One of them is bf16.
+    return replace(engine, share=share, size=size, value_bytes=2).cache > 0
+
+
 def _of_engines(config: CommandConfig, plan: Plan) -> Iterator[Values]:
     engine, given = plan.work.engine, config.setting("vllm_num_engines")
     assert engine is not None
-    for share in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
-        yield {"vllm_gpu_memory_utilization": share}
+    for share in _SHARES:
+        if _holds_weights(engine, share, max(engine.size, *_SIZES)):
+            yield {"vllm_gpu_memory_utilization": share}
     # On a CPU, all processes of an engine share its cores and memory.
-    for size in () if plan.work.hardware.is_cpu else (1, 2, 4, 8):
-        # As many GPUs as before, if their number is set.
-        number: Values = {} if given is None else {"vllm_num_engines": max(1, given * engine.size // size)}
-        yield {"vllm_tensor_parallel_size": size, **number}
+    for size in () if plan.work.hardware.is_cpu else _SIZES:
+        if _holds_weights(engine, max(engine.share, *_SHARES), size):
+            # As many GPUs as before, if their number is set.
+            number: Values = {} if given is None else {"vllm_num_engines": max(1, given * engine.size // size)}
+            yield {"vllm_tensor_parallel_size": size, **number}
     if config.setting("enforce_eager"):
         yield {"enforce_eager": False}
     if plan.work.trained and not (plan.work.models_sleep and plan.work.engines_sleep):

@@ -8,7 +8,7 @@ from math import ceil, floor
 from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import Shortage, listed
-from rlhf_cli.planning.changes import Planner, Values, best_changes, tried, with_values
+from rlhf_cli.planning.changes import Planner, Values, best_changes, first_fitting, with_values
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import GIB, USABLE
 from rlhf_cli.planning.phases import neighbors
@@ -87,7 +87,7 @@ def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner
         return f"no flag saves enough here; it fits {change.plan.work.hardware.title}{flags}"
     # The next run would fill the memory that a change frees, unless it is given the same values.
     both = [] if one_sequence else [change.values, chosen | change.values]
-    change = next((one for one in tried(config, both, plan.work.hardware, limited) if one.plan.fits), change)
+    change = first_fitting(config, both, plan.work.hardware, limited) or change
     fullest = max(limits, key=plan.peak_in)
     before, after = plan.peak_in(fullest) / GIB, change.plan.peak_in(fullest) / GIB
     return f"set {change.flags} ({after:.1f} instead of {before:.1f} GiB planned)"
@@ -129,8 +129,7 @@ def _beside(plan: Plan, shortage: Shortage) -> str:
 
 def _engine_fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner) -> str | None:
     """Return the first of the engine's settings that fits."""
-    changes = tried(config, _engine_values(shortage.detail, plan), plan.work.hardware, planner)
-    change = next((one for one in changes if one.plan.fits), None)
+    change = first_fitting(config, _engine_values(shortage.detail, plan), plan.work.hardware, planner)
     if change is None or change.plan.work.engine is None:
         return None
     return f"set {change.flags} (KV cache for {change.plan.work.engine.cache_tokens:,} tokens planned)"

@@ -5,6 +5,7 @@ layout of its checkpoint: mean lengths are always half of their limits, and no m
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -17,7 +18,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.online import layout_needs, on_layout, online_models, online_work
-from rlhf_cli.planning.phases import GpuMemory, batching_of, gpu_memory, host_memory, in_gpus, shortage
+from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, gpu_memory, in_gpus, shortage
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.planning.workload import Shapes, Workload
 
@@ -38,9 +39,13 @@ class _Candidate:
 
     settings: LayoutSettings
     work: Workload
+    batching: Batching
     gpus: list[GpuMemory]
-    times: dict[str, PhaseTime]
     lack: str
+
+    @cached_property
+    def times(self) -> dict[str, PhaseTime]:
+        return phase_times(self.work, self.batching)
 
     @cached_property
     def seconds(self) -> float:
@@ -101,7 +106,7 @@ def choose_layout(
     default, reason = fill_layout(settings, node_gpus=node_gpus, needs=needs)
     if hardware is None or not node_gpus or not settings.is_free:
         return default, reason
-    layout = plan_layout(default, node_gpus=list(node_gpus))
+    layout = layout_of(default, node_gpus)
     placed = config.with_layout(default)
     work = online_work(placed, PlanConfig(), hardware, shapes, has_critic=has_critic, layout=layout)
     # Engines of several GPUs may leave none for models.
@@ -131,52 +136,25 @@ def _candidates(
         shared_sizes=_engine_sizes(settings, work, most=max(node_gpus), shared=True),
         own_sizes=_engine_sizes(settings, work, most=max(node_gpus), shared=False),
     )
-    gpus = tuple(node_gpus)
     # nccl and ipc work only between separate and shared GPUs.
     refused = {"nccl": True, "ipc": False}.get(work.config.engine.vllm_sync_backend)
     for one in found:
         if one.together is refused:
             continue
-        layout = _layout(
-            tuple(one.shapes.items()),
-            one.pairs,
-            one.together,
-            one.engines_sleep,
-            one.num_engines,
-            one.engine_size,
-            one.judge,
-            gpus,
-        )
-        if layout is not None:
-            yield _planned(one, on_layout(work, one, layout))
+        with suppress(UsageError):
+            yield _planned(one, on_layout(work, one, layout_of(one, node_gpus)))
 
 
 # Changes of flags have the same layouts, each of which takes milliseconds on a thousand GPUs.
 @lru_cache(maxsize=64)
-def _layout(
-    shapes: tuple[tuple[str, tuple[int, int]], ...],
-    pairs: tuple[tuple[str, str], ...],
-    together: bool | None,
-    engines_sleep: bool | None,
-    num_engines: int | None,
-    engine_size: int | None,
-    judge: tuple[int | None, int] | None,
-    node_gpus: tuple[int, ...],
-) -> Layout | None:
-    """Assign roles and engines to GPUs. Returns None if they do not fit into the nodes."""
-    settings = LayoutSettings(
-        shapes=dict(shapes),
-        pairs=pairs,
-        together=together,
-        num_engines=num_engines,
-        engine_size=engine_size,
-        judge=judge,
-        engines_sleep=engines_sleep,
-    )
-    try:
-        return plan_layout(settings, node_gpus=list(node_gpus))
-    except UsageError:
-        return None
+def _layout(settings: LayoutSettings, node_gpus: tuple[int, ...]) -> Layout:
+    return plan_layout(settings, node_gpus=list(node_gpus))
+
+
+def layout_of(settings: LayoutSettings, node_gpus: Sequence[int]) -> Layout:
+    """Assign roles and engines to GPUs. Raises UsageError if they do not fit into the nodes."""
+    # Sleep of models does not matter for it.
+    return _layout(replace(settings, models_sleep=None, is_open=False), tuple(node_gpus))
 
 
 def _engine_sizes(settings: LayoutSettings, work: Workload, *, most: int, shared: bool) -> list[int]:
@@ -204,8 +182,7 @@ def _planned(settings: LayoutSettings, work: Workload) -> _Candidate:
     # Sleep makes room for errors of the forecast.
     reserved = replace(work.hardware, memory=_RESERVE * work.hardware.memory)
     limited = replace(work, hardware=reserved) if settings.together and not settings.models_sleep else work
-    lack = shortage(limited, gpus, host_memory(work, gpus, batching))
-    return _Candidate(settings, work, gpus, phase_times(work, batching), lack)
+    return _Candidate(settings, work, batching, gpus, shortage(limited, gpus, batching))
 
 
 def _closest(tried: Sequence[_Candidate]) -> str:

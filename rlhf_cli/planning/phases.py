@@ -272,7 +272,7 @@ def disk_bytes(work: Workload) -> dict[str, float]:
     return {"model": float(role.num_trained * role.value_bytes), title: kept * size}
 
 
-def shortage(work: Workload, gpus: Sequence[GpuMemory], host: Mapping[str, float]) -> str:
+def shortage(work: Workload, gpus: Sequence[GpuMemory], batching: Batching) -> str:
     """Describe what does not fit: a sequence in an engine, a phase on a GPU, or the host. Returns "" if all fits."""
     engine, limit = work.engine, USABLE * work.hardware.memory
     if engine is not None and not engine.fits:
@@ -283,9 +283,9 @@ def shortage(work: Workload, gpus: Sequence[GpuMemory], host: Mapping[str, float
     fullest = max(gpus, key=lambda gpu: gpu.peak)
     if fullest.peak > limit:
         return f"{' + '.join(fullest.roles)} need {fullest.peak / GIB:.1f} of {limit / GIB:.1f} GiB"
-    needed, available = total(host), work.hardware.host_memory
+    available = work.hardware.host_memory
     # Host memory of other machines is unknown.
-    if available is not None and needed > USABLE * available:
+    if available is not None and (needed := total(host_memory(work, gpus, batching))) > USABLE * available:
         return f"a node needs {needed / GIB:.0f} of {USABLE * available / GIB:.0f} GiB of host memory"
     return ""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from rlhf_cli.backends.cluster.placement import Layout, describe, plan_layout
+from rlhf_cli.backends.cluster.placement import Layout, describe
 from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.offline import OfflineConfig
@@ -16,7 +16,7 @@ from rlhf_cli.planning.architectures import find_shape
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.images import RowImages
 from rlhf_cli.planning.inference import chat_work, inference_work, server_work
-from rlhf_cli.planning.layouts import choose_layout
+from rlhf_cli.planning.layouts import choose_layout, layout_of
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.offline import offline_work
 from rlhf_cli.planning.online import online_work
@@ -215,7 +215,7 @@ def _placed_work(
     """Return the workload of an online command on the layout that a run would choose."""
     node_gpus = [] if hardware.is_cpu else hardware.node_gpus
     settings, reason = choose_layout(config, hardware, shapes, has_critic=has_critic, node_gpus=node_gpus)
-    config, layout = config.with_layout(settings), plan_layout(settings, node_gpus=node_gpus or [CPU_PLACES])
+    config, layout = config.with_layout(settings), layout_of(settings, node_gpus or [CPU_PLACES])
     work = online_work(config, plan, hardware, shapes, has_critic=has_critic, layout=layout)
     return replace(work, reason=reason)
 

@@ -159,8 +159,9 @@ def _pass(
 
 def _collective(work: Workload, role: RoleMemory) -> float:
     """Return the bytes per second of a ring over a role's ranks: its slowest link, the network on several nodes."""
-    nodes = {work.layout.islands[seat.island].node for seat in work.layout.seats if seat.role in work.roles}
-    link = work.hardware.network if len(nodes) > 1 else work.hardware.link
+    nodes = (work.layout.islands[seat.island].node for name in work.roles for seat in work.layout.of(name))
+    first = next(nodes)
+    link = work.hardware.network if any(node != first for node in nodes) else work.hardware.link
     return _LINKS * link * role.num_ranks / max(1, role.num_ranks - 1)
 
 

@@ -14,7 +14,7 @@ from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.changes import best_changes
 from rlhf_cli.planning.hardware import GPUS, Hardware, unmeasured_cpu
 from rlhf_cli.planning.memory import GIB
-from rlhf_cli.planning.phases import Batching, batching_of, gpu_memory, host_memory, shortage, sleeping_by_node
+from rlhf_cli.planning.phases import Batching, batching_of, gpu_memory, shortage, sleeping_by_node
 from rlhf_cli.planning.planner import shapes_of, workload_of
 from rlhf_cli.planning.workload import Workload
 from rlhf_cli.runs.plan import planner_of
@@ -48,8 +48,7 @@ def shortage_notice(config: OnlineConfig, work: Workload, batching: Batching) ->
     Args:
         config: the settings as given, before the layout was filled in.
     """
-    gpu = gpu_memory(work, batching)
-    lack = shortage(work, gpu, host_memory(work, gpu, batching))
+    lack = shortage(work, gpu_memory(work, batching), batching)
     if not lack:
         return ""
     planner = planner_of(config, PlanConfig())

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.commands.inference import InferenceConfig
@@ -207,15 +207,13 @@ def _apart(
 
 def _left(node_gpus: Sequence[int], count: int, size: int) -> list[int] | None:
     """Return the GPUs per node, largest first, without `count` times `size` of them; None if there are too few."""
-    # From the nodes with the fewest sufficient ones, as `plan_layout` does.
     left = sorted(node_gpus)
-    for _ in range(count):
-        node = next((number for number, gpus in enumerate(left) if gpus >= size), None)
-        if node is None:
-            return None
-        left[node] -= size
-        left.sort()
-    return left[::-1]
+    # From the nodes with the fewest sufficient ones, as `plan_layout` does.
+    for node, gpus in enumerate(left):
+        taken = min(count, gpus // size)
+        left[node] -= taken * size
+        count -= taken
+    return None if count else sorted(left, reverse=True)
 
 
 def besides_judge(settings: LayoutSettings, node_gpus: Sequence[int]) -> list[int]:
@@ -247,10 +245,9 @@ def _largest_shape(node_gpus: list[int], *, at_most: int, per_node: int, multipl
         per_node: must divide the GPUs per node.
         multiple: must divide the total number of GPUs.
     """
-    shapes = [
-        (nodes, gpus)
-        for nodes in range(1, len(node_gpus) + 1)
-        for gpus in range(per_node, node_gpus[nodes - 1] + 1, per_node)
-        if nodes * gpus <= at_most and nodes * gpus % multiple == 0
-    ]
+    shapes = []
+    for gpus in range(per_node, max(node_gpus, default=0) + 1, per_node):
+        step = multiple // gcd(multiple, gpus)
+        nodes = min(sum(count >= gpus for count in node_gpus), at_most // gpus) // step * step
+        shapes += [(nodes, gpus)] if nodes else []
     return max(shapes, key=lambda shape: (shape[0] * shape[1], -shape[0]), default=None)

@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.errors import UsageError
@@ -21,9 +23,8 @@ class Island:
     num_gpus: int
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Placement slot for one rank or rollout engine."""
+class Seat(NamedTuple):
+    """Placement slot for one rank or rollout engine. A tuple, because a plan makes hundreds of thousands."""
 
     role: str
     rank: int
@@ -158,8 +159,9 @@ def check_layout(settings: LayoutSettings) -> None:
 def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
     """Create the placement slots in rank order. A slot is shared if another role uses any of the GPUs."""
     users = Counter((island, gpu) for found in places.values() for island, gpus in found for gpu in gpus)
+    shared = {place for place, count in users.items() if count > 1}
     return [
-        Seat(role, rank, island, gpus, any(users[island, gpu] > 1 for gpu in gpus))
+        Seat(role, rank, island, gpus, bool(shared) and any((island, gpu) in shared for gpu in gpus))
         for role, found in places.items()
         for rank, (island, gpus) in enumerate(found)
     ]
@@ -190,20 +192,20 @@ def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
     """Reserve islands for a pool on the nodes with the fewest sufficient GPUs (best fit), to keep large blocks free."""
     left = list(free)
     islands: list[Island] = []
+    # Sorted lists are heaps. A cluster has a thousand nodes, but few numbers of GPUs.
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for node, count in enumerate(free):
+        nodes[count].append(node)
     for size in pool.gpus_by_node:
-        # The best node stays the best for equal islands; a cluster has thousands.
-        if islands and islands[-1].num_gpus == size and free[islands[-1].node] >= size:
-            islands.append(islands[-1])
-            free[islands[-1].node] -= size
-            continue
-        fitting = [node for node, count in enumerate(free) if count >= size]
-        if not fitting:
+        best = min((count for count, found in nodes.items() if found and count >= size), default=None)
+        if best is None:
             needed = " + ".join(f"{count} x {gpus}" for gpus, count in Counter(pool.gpus_by_node).items())
             raise UsageError(
                 f"{' + '.join(pool.shapes)}: {needed} GPUs required (nodes x GPUs per node); the cluster has "
                 f"{_sizes(total)}, of which {_sizes(left)} are not used by other roles; {pool.advice}"
             )
-        node = min(fitting, key=lambda candidate: (free[candidate], candidate))
+        node = heappop(nodes[best])
+        heappush(nodes[best - size], node)
         islands.append(Island(node, size))
         free[node] -= size
     return islands

@@ -1,11 +1,19 @@
 """The default layout of an online run without placement flags: it uses all GPUs and keeps explicit settings."""
 
+import random
 from dataclasses import replace
 
 import pytest
 from online_settings import resolve
 
-from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, idle_gpus, memory_share
+from rlhf_cli.backends.cluster.default_layout import (
+    LayoutNeeds,
+    _largest_shape,
+    _left,
+    fill_layout,
+    idle_gpus,
+    memory_share,
+)
 from rlhf_cli.backends.cluster.placement import ENGINE, plan_layout
 from rlhf_cli.errors import UsageError
 
@@ -124,3 +132,40 @@ def test_a_cluster_without_gpus_has_one_process_a_role_that_never_sleeps():
 def test_an_engine_on_gpus_of_its_own_takes_more_memory():
     assert (memory_share(None, shared=False), memory_share(None, shared=True)) == (0.9, 0.6)
     assert memory_share(0.5, shared=False) == 0.5
+
+
+def test_the_largest_shape_is_that_of_a_search_over_all_shapes():
+    draw = random.Random(0)
+    for _ in range(300):
+        node_gpus = sorted((draw.randint(1, 8) for _ in range(draw.randint(1, 6))), reverse=True)
+        limits = {
+            "at_most": draw.randint(1, 40),
+            "per_node": draw.choice((1, 2, 4)),
+            "multiple": draw.choice((1, 2, 6)),
+        }
+        shapes = [
+            (nodes, gpus)
+            for nodes in range(1, len(node_gpus) + 1)
+            for gpus in range(limits["per_node"], node_gpus[nodes - 1] + 1, limits["per_node"])
+            if nodes * gpus <= limits["at_most"] and nodes * gpus % limits["multiple"] == 0
+        ]
+        best = max(shapes, key=lambda shape: (shape[0] * shape[1], -shape[0]), default=None)
+        assert _largest_shape(node_gpus, **limits) == best
+    assert _largest_shape([], at_most=1, per_node=1, multiple=1) is None
+
+
+def test_what_islands_leave_of_nodes_is_what_the_placement_leaves():
+    draw = random.Random(0)
+    for _ in range(300):
+        node_gpus = sorted((draw.randint(1, 8) for _ in range(draw.randint(1, 6))), reverse=True)
+        count, size = draw.randint(1, 4), draw.randint(1, 4)
+        free: list[int] | None = list(node_gpus)
+        for _ in range(count):
+            node = min(
+                (n for n, gpus in enumerate(free or ()) if gpus >= size), key=(free or []).__getitem__, default=None
+            )
+            if free is None or node is None:
+                free = None
+                break
+            free[node] -= size
+        assert _left(node_gpus, count, size) == (None if free is None else sorted(free, reverse=True))

@@ -316,7 +316,7 @@ def test_a_judge_model_is_placed_and_its_weights_and_cache_are_planned():
 def test_a_judge_that_does_not_fit_is_named():
     plan = plan_of("grpo", pretrain=SMALL, judge="Qwen/Qwen2.5-32B", gpu="rtx4090", num_gpus=1)
     assert not plan.fits
-    assert shortage(plan.work, plan.gpus, plan.host).startswith(
+    assert shortage(plan.work, plan.gpus, plan.batching).startswith(
         "a judge on 1 GPU has no room for a question and answer"
     )
 

@@ -14,10 +14,11 @@ from plans import LARGE, SMALL, plan_config, plan_of, plans_of
 from rlhf_cli import cli
 from rlhf_cli.commands.plan import PLANNED
 from rlhf_cli.planning.architectures import published
-from rlhf_cli.planning.changes import candidates, with_values
+from rlhf_cli.planning.changes import best_changes, candidates, with_values
+from rlhf_cli.planning.hardware import hardware_of
 from rlhf_cli.planning.memory import GIB
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
-from rlhf_cli.runs.plan import DOES_NOT_FIT
+from rlhf_cli.runs.plan import DOES_NOT_FIT, planner_of
 
 MEASURED: dict[int, dict[str, object]] = {
     36_679: {},
@@ -214,6 +215,22 @@ def test_a_larger_gpu_is_named_if_nothing_else_helps():
     assert plan_of("chat", pretrain="Qwen/Qwen2.5-72B", gpu="b200").fits
     # --gpu would not replace the given memory.
     assert plans_of("chat", pretrain="Qwen/Qwen2.5-72B", gpu_memory_gib=80)[1] == []
+
+
+@pytest.mark.parametrize(("num_nodes", "most"), [(1, 150), (64, 30)])
+def test_changes_of_the_largest_models_are_found_with_few_plans(num_nodes, most):
+    # Each takes up to 40 ms. Engines of fewer than 8 GPUs have no room for the weights, with whatever other change.
+    config = plan_config("ppo", pretrain="Qwen/Qwen3-235B-A22B", num_gpus=8, num_nodes=num_nodes)
+    planner, tried = planner_of(config, config.plan), list[Any]()
+
+    def counted(changed: Any, hardware: Any) -> Any:
+        tried.append(changed.engine)
+        return planner(changed, hardware)
+
+    changes = best_changes(config, planner(config, hardware_of(config.plan)), counted)
+    assert [one.values["vllm_tensor_parallel_size"] for one in changes] == [8]
+    assert {engine.vllm_tensor_parallel_size for engine in tried} == {None, 8}
+    assert len(tried) < most
 
 
 def test_no_change_combines_settings_that_a_run_rejects():
