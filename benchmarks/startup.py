@@ -8,7 +8,7 @@
 run       wall time until each output line in a two-step run on a tiny model, and start and CPU time by process.
           Needs an idle machine.
 help      CPU time of `rlhf --help` and of each command's help, in new processes. Exits with 1 above 0.4 s.
-plans     CPU time of easy and hard plans, in new processes, and its imports. Exits with 1 above 3 s.
+plans     CPU time of easy and hard plans in new processes, and of imports. Exits with 1 above 3 s.
 mistakes  CPU time from a mistake in flags, paths, columns or ports to its message. Exits with 1 above 0.6 s, or if a
           command ends with a status other than 2.
 """
@@ -53,7 +53,7 @@ PLANS = (
     *(f"{command} {LARGEST} {gpus}" for command in ("ppo", "grpo") for gpus in ("1", "8", "8 --num_nodes 64")),
     f"ppo {LARGEST} 8 --num_nodes 1024",
 )
-"""Plans of little work, and those that compare the most changes and layouts."""
+"""Plans with little work and with the most work."""
 SHOWN = 70
 """Characters of a message."""
 GRPO = "grpo --pretrain model --prompt_data rows.jsonl --reward_funcs exact --output run"
