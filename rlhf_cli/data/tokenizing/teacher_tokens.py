@@ -27,8 +27,7 @@ class TeacherTokens:
     def response(self, token_ids: Sequence[int]) -> list[int]:
         """Return the teacher's tokens for a student's response, with an end token if it ends with one."""
         text, end, _ = b"".join(self.student.of(token_ids)).partition(END)
-        # A replacement character differs from bytes that are no text, so no later positions are common.
-        ids = self.teacher.encoded(text.decode(errors="replace"))
+        ids = self.teacher.encoded_bytes(text)
         return [*ids, self.teacher.end_ids[0]] if end else ids
 
     def sampled(self, sequence: TokenSequence, prompt_ids: Sequence[int]) -> TokenSequence:

@@ -1,6 +1,8 @@
 """Bytes of tokens, to compare tokenizations of a text by different tokenizers."""
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +13,7 @@ END = b"\xff<end>\xff"
 """Stands for any token that ends a response. No UTF-8 text contains these bytes."""
 _PROBES = ("It's 12,345 + x = y;\n\tdef f(a):  return a", "naïve 你好 🙂")
 _SPACE = "\u2581"
+_NO_TEXT = re.compile("([\udc80-\udcff])")
 
 
 class TokenTexts:
@@ -63,6 +66,26 @@ class TokenTexts:
             joined += self.of(ids[place : place + 1])[0]
             place += 1
         return ids[place:] if joined == self._prefix + b"\n" else self._ids(text)
+
+    def encoded_bytes(self, text: bytes) -> list[int]:
+        """Tokenize bytes that follow other text. Bytes that are not UTF-8 become tokens of single bytes; without such
+        tokens, replacement characters, after which no position equals the original.
+        """
+        ids = []
+        # The handler marks each of these bytes with a character that valid text does not contain.
+        for part in _NO_TEXT.split(text.decode(errors="surrogateescape")):
+            raw = part.encode(errors="surrogateescape")
+            if not _NO_TEXT.fullmatch(part):
+                ids += self.encoded(part) if part else []
+            elif (number := self._single_bytes.get(raw)) is not None:
+                ids.append(number)
+            else:
+                ids += self.encoded(raw.decode(errors="replace"))
+        return ids
+
+    @cached_property
+    def _single_bytes(self) -> dict[bytes, int]:
+        return {text: number for number, text in reversed([*enumerate(self.texts)]) if len(text) == 1}
 
     def first_tokens(self, texts: Sequence[str]) -> list[int | None]:
         """Return the first token of each text; None for an empty text."""

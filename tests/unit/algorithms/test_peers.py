@@ -1,4 +1,4 @@
-"""Losses, advantages and spans against functions in TRL 1.16 and verl 0.9.1, on random numbers.
+"""Losses, advantages and spans against functions in TRL 1.16, verl 0.9.1 and transformers, on random numbers.
 
 Skipped without the packages: `pip install --no-deps trl==1.16.0 verl==0.9.1 tensordict codetiming pyvers orjson
 hydra-core omegaconf antlr4-python3-runtime==4.9.3`.
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from rlhf_cli.algorithms import groups
 from rlhf_cli.algorithms.advantages import gae, over_spans, returns_to_go, whiten
@@ -27,7 +28,9 @@ from rlhf_cli.algorithms.preference import PreferenceSettings, aot_partners
 from rlhf_cli.algorithms.token_selection import clip_cov_tokens, covariances, high_entropy_tokens, kl_cov_tokens
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import KLTerm
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.tokenizing.alignment import shared_spans
+from rlhf_cli.models.embedding_noise import EmbeddingNoise
 from rlhf_cli.trainers.offline.dpo import DPOObjective, pair_logprobs
 
 LENGTHS = (3, 1, 6, 4, 5, 2, 7, 4)
@@ -484,3 +487,14 @@ def test_spans_across_tokenizers_equal_gold(trl, seed):
     sums_N = over_spans(probs_NV[torch.arange(len(ids)), ids].log(), cu_spans)
     for number, first in enumerate(rows[:, 0].tolist()):
         torch.testing.assert_close(sums_N[first].exp(), merged[number, ids[first]])
+
+
+def test_noise_on_embeddings_has_the_bounds_of_transformers():
+    length, dimension, alpha = 50, 400, 5.0
+    module = SimpleNamespace(training=True, neftune_noise_alpha=alpha)
+    expected = neftune_post_forward_hook(module, None, torch.zeros(1, length, dimension))
+    packed = pack([TokenSequence(np.arange(length, dtype=np.int32), np.arange(length) > 0)])
+    found = EmbeddingNoise(alpha, seed=0, step=1).of(packed, dimension=dimension)
+    for noise in (found, expected):
+        assert float(noise.abs().max()) == pytest.approx(alpha / (length * dimension) ** 0.5, rel=1e-3)
+        assert float(noise.std()) == pytest.approx(alpha / (3 * length * dimension) ** 0.5, rel=2e-2)

@@ -138,11 +138,25 @@ def test_a_response_is_read_in_the_teachers_tokens_after_its_own_prompt():
     assert (found.token_ids.tolist(), found.num_trained) == (own.token_ids.tolist(), 5)
 
 
-def test_bytes_that_are_no_text_end_what_is_compared():
-    broken = encoded(STUDENT, "é")[:1]
-    response = [*encoded(STUDENT, "a"), *broken, *encoded(STUDENT, "b")]
-    own = TokenSequence(np.array([1, *response], np.int32), np.array([False] + [True] * 3))
-    found = tokens().sampled(own, [7])
+def broken_response() -> TokenSequence:
+    """Return "a", a byte that is no text, and "straw"."""
+    response = [*encoded(STUDENT, "a"), encoded(STUDENT, "é")[0], *encoded(STUDENT, "straw")]
+    return TokenSequence(np.array([1, *response], np.int32), np.array([False] + [True] * 3))
+
+
+def test_a_teacher_reads_bytes_that_are_no_text_as_tokens_of_single_bytes():
+    found = tokens().sampled(broken_response(), [7])
+    assert found.teacher_rows is not None
+    assert found.teacher_rows.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [2, 2, 1, 1]]
+    assert found.teacher_reads is not None
+    ids = found.teacher_reads.token_ids[1:].tolist()
+    assert b"".join(texts(TEACHER).of(ids)) == b"a\xc3straw"
+
+
+def test_without_tokens_of_single_bytes_such_bytes_end_what_is_compared():
+    teacher = texts(TEACHER)
+    teacher._single_bytes = {}
+    found = TeacherTokens(texts(STUDENT), teacher).sampled(broken_response(), [7])
     assert found.teacher_rows is not None
     assert found.teacher_rows.tolist() == [[0, 0, 1, 1]]
 
