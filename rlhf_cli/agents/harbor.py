@@ -4,11 +4,13 @@ Imported only in environment processes. The process of an episode holds the stan
 with it, even if the process is killed.
 """
 
+import codecs
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import selectors
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +27,7 @@ from rlhf_cli.rewards.records import BadResult
 
 _PROGRAM = "docker"
 _DEFAULTS: dict[str, object] = {"command_timeout": 20.0}
+_CHUNK = 65_536
 _MAX_OUTPUT = 4_000
 """Characters of output that the model receives."""
 _TESTS, _LOGS = "/tests", "/logs/verifier"
@@ -65,13 +68,12 @@ class _Task:
             command: command for bash.
         """
         try:
-            done = self._exec(("bash", "-c", command), user=self._task.user, timeout=self.command_timeout)
-        except subprocess.TimeoutExpired:
+            output, status = _limited(
+                [_PROGRAM, *self._exec_words(("bash", "-c", command), user=self._task.user)], self.command_timeout
+            )
+        except TimeoutError:
             return f"Error: the command ran for more than {self.command_timeout:g} s."
-        output = done.stdout
-        if len(output) > _MAX_OUTPUT:
-            output = f"{output[:_MAX_OUTPUT]}\n[{len(output) - _MAX_OUTPUT:,} more characters]\n"
-        return output if done.returncode == 0 else f"{output}Error: exit code {done.returncode}."
+        return output if status == 0 else f"{output}Error: exit code {status}."
 
     def get_reward(self) -> float:
         """Run the tests and return the reward that they write."""
@@ -116,19 +118,21 @@ class _Task:
         *,
         user: str = "",
         variables: Mapping[str, str] | None = None,
-        timeout: float | None = None,
     ) -> "subprocess.CompletedProcess[str]":
+        return self._call(*self._exec_words(command, user=user, variables=variables), variables=variables)
+
+    def _exec_words(
+        self, command: tuple[str, ...], *, user: str, variables: Mapping[str, str] | None = None
+    ) -> tuple[str, ...]:
         options = (*(("--user", user) if user else ()), *_names(variables or {}))
-        return self._call("exec", *options, self._name, *command, variables=variables, timeout=timeout)
+        return ("exec", *options, self._name, *command)
 
     def _checked(self, command: str) -> None:
         done = self._exec(("sh", "-c", command), user="root")
         if done.returncode != 0:
             raise BadResult(f"could not prepare the tests: {_last_line(done.stdout)}")
 
-    def _call(
-        self, *words: str, variables: Mapping[str, str] | None = None, timeout: float | None = None
-    ) -> "subprocess.CompletedProcess[str]":
+    def _call(self, *words: str, variables: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [_PROGRAM, *words],
             stdin=subprocess.DEVNULL,
@@ -136,9 +140,40 @@ class _Task:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=timeout,
             env=os.environ | (variables or {}),
         )
+
+
+def _limited(command: list[str], timeout: float) -> tuple[str, int]:
+    """Run a command. Returns the beginning of its output, and its exit status.
+
+    The rest of the output is counted and dropped as it arrives: a command may write gigabytes.
+
+    Raises:
+        TimeoutError: it takes more than `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    kept, dropped = "", 0
+    with (
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+        selectors.DefaultSelector() as waiting,
+    ):
+        assert process.stdout is not None
+        waiting.register(process.stdout, selectors.EVENT_READ)
+        chunk = b" "
+        while chunk:
+            if not waiting.select(max(0.0, deadline - time.monotonic())):
+                process.kill()
+                raise TimeoutError
+            chunk = os.read(process.stdout.fileno(), _CHUNK)
+            text = decoder.decode(chunk, final=not chunk)
+            room = _MAX_OUTPUT - len(kept)
+            kept += text[:room]
+            dropped += len(text[room:])
+    return f"{kept}\n[{dropped:,} more characters]\n" if dropped else kept, process.returncode
 
 
 def task_class(text: str) -> type:

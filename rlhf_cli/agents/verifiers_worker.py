@@ -59,6 +59,8 @@ def load(name: str) -> tuple[Foreign, Foreign]:
         _Unusable: there is no such environment or setting, or it has several agents.
     """
     package, _, query = name.partition("?")
+    if not package:
+        raise _Unusable("names no environment: write verifiers:NAME, with an installed package")
     try:
         import verifiers.v1 as vf
     except ImportError as error:
@@ -272,7 +274,10 @@ def _line(error: BaseException) -> str:
     """Return an error in one line. Of pydantic's validation errors, return the first one."""
     if hasattr(error, "errors"):
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        name = ".".join(map(str, first["loc"]))
+        if first.get("type") == "extra_forbidden":
+            return f"there is no setting {name}"
+        return f"{name}: {first['msg']}"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 

@@ -152,7 +152,10 @@ def find_environment(
     if settings.environment is None:
         return None
     if settings.runs_programs:
-        raise UsageError(f"--environment {settings.environment}: its episodes cannot be played without a model")
+        raise UsageError(
+            f"--environment {settings.environment}: its episodes cannot be played without a model; its tasks are shown "
+            f"without --environment, and samples of a model by rlhf generate"
+        )
     _check_template(template, "an environment")
     # Load the file or connect to the server only to read the description. All processes end with this block.
     with _environments(settings, prompts) as environments:

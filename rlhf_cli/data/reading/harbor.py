@@ -30,6 +30,18 @@ _UNSUPPORTED = {
 """Settings that are errors unless they are empty, with what the task does then."""
 
 
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("agent.user", "verifier.user"), ((str, int), "a user's name or number")),
+    **dict.fromkeys(("environment.env", "verifier.env"), ((dict,), "a table")),
+    **dict.fromkeys(
+        ("environment.docker_image", "environment.workdir", "environment.network_mode"), ((str,), "a text")
+    ),
+    **dict.fromkeys(("environment.cpus", "environment.memory_mb"), ((int, float), "a number")),
+    "environment.allow_internet": ((bool,), "true or false"),
+}
+"""Types of the settings that are used, with their names in messages."""
+
+
 @dataclass(frozen=True)
 class HarborTask:
     """A task.
@@ -85,15 +97,13 @@ def read_task(folder: Path) -> HarborTask:
     """Read a task. Raises UsageError with the file if it is incomplete or not supported."""
     path = folder / _CONFIG
     try:
-        config = tomllib.loads(path.read_text(encoding="utf-8"))
-        instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror or first_line(error)}") from error
-    except ValueError as error:
+        config = tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: {first_line(error)}") from error
-    for name in ("agent", "environment", "verifier"):
-        if not isinstance(config.get(name, {}), dict):
-            raise UsageError(f"{path}: {name} must be a table, as in [{name}]")
+    instruction = _text(folder / "instruction.md").strip()
+    if not instruction:
+        raise UsageError(f"{folder / 'instruction.md'}: is empty, and a task needs an instruction")
+    _check_types(path, config)
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     _refuse(path, config, environment, verifier)
     image = environment.get("docker_image")
@@ -110,6 +120,27 @@ def read_task(folder: Path) -> HarborTask:
         str(verifier.get("user", "")),
         _variables(path, verifier),
     )
+
+
+def _text(path: Path) -> str:
+    """Read a file of a task. Raises UsageError with its name."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or first_line(error)}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text") from error
+
+
+def _check_types(path: Path, config: Mapping[str, Any]) -> None:
+    for name in ("agent", "environment", "verifier"):
+        if not isinstance(config.get(name, {}), dict):
+            raise UsageError(f"{path}: {name} must be a table, as in [{name}]")
+    for setting, (kinds, noun) in _TYPES.items():
+        group, _, name = setting.partition(".")
+        value = config.get(group, {}).get(name)
+        if value is not None and not isinstance(value, kinds):
+            raise UsageError(f"{path}: {setting} must be {noun}, not {value!r}")
 
 
 def _refuse(path: Path, config: Mapping[str, Any], environment: Mapping[str, Any], verifier: Mapping[str, Any]) -> None:

@@ -39,10 +39,9 @@ _BODY_SECONDS = 60
 """Time limit in seconds for sending a request body."""
 _SAMPLES_AT_ONCE = 512
 """Sampling requests in flight per client: each has a connection that waits for its result."""
-_NOTE = (
-    "rlhf serve-tinker: adapters do not include the unembedding (train_unembed), and checkpoints do not expire "
-    "(ttl_seconds)"
-)
+_WARNING = "rlhf serve-tinker: adapters do not include the unembedding, so train_unembed=True has no effect"
+"""Clients show warnings without any logging set up. The unembedding is trained by default in Tinker."""
+_NOTE = "rlhf serve-tinker: checkpoints do not expire (ttl_seconds)"
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -152,7 +151,7 @@ async def _capabilities(request: Request) -> dict[str, object]:
 async def _create_session(request: Request) -> dict[str, object]:
     await _read(request, CreateSession)
     session_id = _service(request).create_session()
-    return {"type": "create_session", "session_id": session_id, "info_message": _NOTE}
+    return {"type": "create_session", "session_id": session_id, "warning_message": _WARNING, "info_message": _NOTE}
 
 
 @_OF_CLIENTS.post("/session_heartbeat")

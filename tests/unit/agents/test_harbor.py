@@ -183,6 +183,10 @@ def test_limits_users_and_variables_become_options(tmp_path: Path, monkeypatch: 
     [
         ("[[steps]]\nname = 'a'", "task.toml: steps is not supported: the task has several steps"),
         ("[environment]\ngpus = 1", "task.toml: environment.gpus is not supported: the task requires GPUs"),
+        ("[environment]\nenv = ['A=1']", r"task.toml: environment.env must be a table, not \['A=1'\]"),
+        ("[environment]\nmemory_mb = '2G'", "environment.memory_mb must be a number, not '2G'"),
+        ("[environment]\nallow_internet = 'no'", "environment.allow_internet must be true or false, not 'no'"),
+        ("[verifier]\nuser = ['a']", "verifier.user must be a user's name or number"),
         ("[environment]\nos = 'windows'", "environment.os must be linux"),
         ("[verifier]\nenvironment_mode = 'separate'", "verifier.environment_mode must be shared"),
         ("[environment]\nnetwork_mode = 'allowlist'", "the network is public or no-network"),
@@ -203,6 +207,12 @@ def test_incomplete_tasks_are_refused(tmp_path: Path) -> None:
     write_task(tmp_path)
     (tmp_path / "tests" / "test.sh").unlink()
     with pytest.raises(UsageError, match=r"tests/test\.sh: there is no such file"):
+        read_task(tmp_path)
+    (tmp_path / "instruction.md").write_bytes(b"caf\xe9")
+    with pytest.raises(UsageError, match=r"instruction\.md: is not UTF-8 text"):
+        read_task(tmp_path)
+    (tmp_path / "instruction.md").write_text(" \n")
+    with pytest.raises(UsageError, match=r"instruction\.md: is empty"):
         read_task(tmp_path)
     (tmp_path / "instruction.md").unlink()
     with pytest.raises(UsageError, match=r"instruction\.md: No such file"):
@@ -244,7 +254,9 @@ def test_the_model_runs_commands_and_the_tests_reward_the_result(
         "cat: sum.txt: No such file or directory\nError: exit code 1.",
     )
     assert ask(played, 1, run("sleep 9")).observations == ("Error: the command ran for more than 2 s.",)
-    assert ask(played, 1, run("seq 2000")).observations[0].endswith("more characters]\n")
+    long = ask(played, 1, run("yes | head -c 20000000")).observations[0]
+    assert long.endswith("[19,996,000 more characters]\n")
+    assert len(long) < 4100
     # A reward that the model writes itself is removed.
     assert ask(played, 1, run("mkdir -p /logs/verifier; echo 9 > /logs/verifier/reward.json")).failure is None
     assert ask(played, 0, Finish()) == Reply(reward=1.0, is_done=True)

@@ -1,9 +1,13 @@
 """Sessions with an OpenEnv server: isolated, concurrent, refused, slow, dead and restarted."""
 
 import asyncio
+import importlib.util
 import json
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -476,3 +480,71 @@ def test_a_server_that_is_not_there_is_refused_at_the_start() -> None:
         server.kill()
         with pytest.raises(UsageError, match=r"^--environment ws://127.0.0.1:\d+ cannot be reached"), opened(server):
             pass
+
+
+REAL = """
+import sys
+import uvicorn
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Say(Action):
+    message: str
+
+class Heard(Observation):
+    text: str = ""
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, name="", **row):
+        self.name = f"{name}{seed}"
+        return Heard(text=f"hello {name}")
+
+    def step(self, action, timeout_s=None, **others):
+        if action.message == "raise":
+            raise ValueError("a mood")
+        return Heard(text=f"{self.name} {action.message}", reward=0.5, done=action.message == "end")
+
+    @property
+    def state(self):
+        return State()
+
+app = create_app(Echo, Say, Heard, max_concurrent_envs=2)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+@pytest.fixture
+def real_server() -> Iterator[str]:
+    """Start a server of the package openenv."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = int(found.getsockname()[1])
+    process = subprocess.Popen([sys.executable, "-c", REAL, str(port)], stdin=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: accepts(port) or process.poll() is not None, limit=60)
+        yield f"ws://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openenv") is None, reason="pip install openenv==0.10.0")
+def test_the_package_openenv_serves_episodes(real_server: str) -> None:
+    provider = OpenEnvServer(real_server, timeout=30)
+    with SessionEnvironments(real_server, provider, timeout=30, num_workers=2) as environments:
+        assert environments.description.tools == ()
+        assert ask(environments, 0, Reset({"name": "é"}, 4)) == Reply(("hello é",))
+        assert ask(environments, 1, Reset({}, 5)) == Reply(("hello ",))
+        assert ask(environments, 0, Text("one 🚀")) == Reply(("é4 one 🚀",), reward=0.5)
+        failure = ask(environments, 1, Text("raise")).failure
+        assert failure is not None
+        assert "a mood" in failure
+        assert ask(environments, 0, Text("end")) == Reply(("é4 end",), reward=0.5, is_done=True)

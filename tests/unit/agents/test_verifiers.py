@@ -147,6 +147,7 @@ def test_a_dropped_episode_leaves_no_process():
     [
         ("absent", "verifiers:absent is not installed: this interpreter has no module absent: .* -m pip install"),
         ("broken", "verifiers:broken cannot be loaded: RuntimeError: two lines"),
+        ("", "verifiers: names no environment: write verifiers:NAME"),
         ("echo?id=pair", r"has 2 agents \(solver, judge\), and only one can be trained"),
         ("echo?taskset=1&taskset.factor=2", "has the setting 'taskset' twice, as a value and as a group"),
     ],
