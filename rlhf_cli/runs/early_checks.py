@@ -107,12 +107,21 @@ def _check_output(group: object) -> None:
                 raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
         case TinkerModelConfig():
             check_folder_can_be_made(Path(group.output), flag="--output")
-        case TasksConfig(tasks=str()) if find_spec(HARNESSES[group.harness]) is None:
-            raise UsageError(f"--tasks {group.tasks}: {group.harness} is not installed: pip install 'rlhf-cli[evals]'")
+        case TasksConfig(tasks=str()):
+            _check_tasks(group)
         case ViewGroup():
             from rlhf_cli.tracking.view.runs import checked_folders
 
             checked_folders(group.runs)
+
+
+def _check_tasks(group: TasksConfig) -> None:
+    if find_spec(HARNESSES[group.harness]) is None:
+        raise UsageError(f"--tasks {group.tasks}: {group.harness} is not installed: pip install 'rlhf-cli[evals]'")
+    # Inspect's other names, such as inspect_evals/gsm8k, are those of tasks in packages. FILE.py@NAME is one of a file.
+    for path in (Path(name.partition("@")[0]).expanduser() for name in group.names if group.harness == "inspect"):
+        if path.suffix == ".py" and not path.is_file():
+            raise UsageError(f"--tasks {group.tasks}: {path} does not exist")
 
 
 def _check_models(group: Any) -> None:

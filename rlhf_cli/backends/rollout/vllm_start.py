@@ -171,7 +171,8 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
     if unknown := sizes.difference(known):
         raise UsageError(
             f"{model_path} has attention head size {min(unknown)}; vLLM on a CPU supports "
-            f"{', '.join(map(str, known))}. Use --rollout_backend transformers, which supports any size"
+            f"{', '.join(map(str, known))}. Use --rollout_backend transformers, which supports any size, except with "
+            "--tasks"
         )
 
 

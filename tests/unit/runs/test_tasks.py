@@ -212,3 +212,10 @@ def test_a_missing_package_is_reported_early(monkeypatch) -> None:
     monkeypatch.setattr("rlhf_cli.runs.early_checks.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"lm_eval is not installed: pip install 'rlhf-cli\[evals\]'"):
         check_early(config())
+
+
+def test_a_missing_file_of_inspect_is_reported_early(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("rlhf_cli.runs.early_checks.find_spec", lambda name: True)
+    (tmp_path / "a.py").touch()
+    with pytest.raises(UsageError, match=r"b\.py does not exist"):
+        check_early(config(tasks=f"inspect:{tmp_path}/a.py@one,{tmp_path}/b.py"))
