@@ -6,13 +6,14 @@ are forecasts.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.backends.cluster.placement import ENGINE, JUDGE
+from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import RoleMemory, added
 from rlhf_cli.planning.phases import Batching
-from rlhf_cli.planning.workload import Workload
+from rlhf_cli.planning.workload import Tokens, Workload
 
 _PRODUCTS = 0.75
 """Fraction of peak speed that large matrix products reach."""
@@ -63,9 +64,15 @@ def phase_times(work: Workload, batching: Batching) -> dict[str, PhaseTime]:
     if work.engine is not None:
         if work.serves:
             # Between a message and its first token, and from there to the end of the answer.
-            found |= {"prefill": _phase(_prefill(work)), "decode": _phase(_decoding(work))}
+            found |= {"prefill": _phase(_prefill(work, ENGINE)), "decode": _phase(_decoding(work, ENGINE))}
         else:
-            found["generate"] = _phase(added(_prefill(work), _decoding(work)))
+            found["generate"] = _phase(added(_prefill(work, ENGINE), _decoding(work, ENGINE)))
+    if work.judge is not None:
+        judged = _phase(added(_prefill(work, JUDGE), _decoding(work, JUDGE)))
+        # On GPUs of its own, a judge reads responses while others are sampled.
+        overlap = 0.0 if work.hardware.is_cpu or work.judge_sleeps else found["generate"].seconds
+        if judged.seconds > overlap:
+            found["reward"] = replace(judged, seconds=judged.seconds - overlap)
     # The loop calls one model at a time, also where each has its own GPUs.
     if work.tokens.forward:
         found["forward"] = _phase(added(*_forwards(work, batching)))
@@ -79,7 +86,8 @@ def phase_times(work: Workload, batching: Batching) -> dict[str, PhaseTime]:
 
 def step_seconds(work: Workload, times: Mapping[str, PhaseTime]) -> float:
     """Return the seconds of a step: all phases, or the longer of sampling and training where they run at once."""
-    sampling, transfer = (times[name].seconds if name in times else 0.0 for name in ("generate", "transfer"))
+    sampling = sum(times[name].seconds for name in ("generate", "reward") if name in times)
+    transfer = times["transfer"].seconds if "transfer" in times else 0.0
     training = sum(time.seconds for time in times.values()) - sampling - transfer
     return transfer + (max(sampling, training) if work.samples_ahead else sampling + training)
 
@@ -188,11 +196,16 @@ def _offloading(work: Workload, role: RoleMemory) -> float:
     return 2 * values * role.value_bytes / (_LINKS * work.hardware.host_link)
 
 
-def _prefill(work: Workload) -> Costs:
-    """Return the costs of computing the prompts of a step on all engines."""
-    engine, tokens = work.engine, work.tokens
+def _sampled(work: Workload, role: str) -> tuple[EngineMemory, Tokens, int]:
+    """Return the engines of a role, rollout or judge, with the tokens of a step and their number."""
+    engine, tokens = (work.judge, work.questions) if role == JUDGE else (work.engine, work.tokens)
     assert engine is not None
-    count = max(1, len(work.layout.of(ENGINE)))
+    return engine, tokens, max(1, len(work.layout.of(role)))
+
+
+def _prefill(work: Workload, role: str) -> Costs:
+    """Return the costs of computing the prompts of a step on all engines of a role."""
+    engine, tokens, count = _sampled(work, role)
     operations = engine.shape.forward_flops(tokens.prefilled / count, tokens.prompt)
     if engine.shape.vision is not None and work.images.count:
         patches = tokens.prefilled / tokens.prompt * work.images.count * work.images.patches
@@ -200,11 +213,10 @@ def _prefill(work: Workload) -> Costs:
     return {"compute": operations / (_PRODUCTS * work.hardware.flops * engine.size)}
 
 
-def _decoding(work: Workload) -> Costs:
-    """Return the costs of sampling all responses of a step on all engines."""
-    engine, tokens, hardware = work.engine, work.tokens, work.hardware
-    assert engine is not None
-    count = max(1, len(work.layout.of(ENGINE)))
+def _decoding(work: Workload, role: str) -> Costs:
+    """Return the costs of sampling all responses of a step on all engines of a role."""
+    engine, tokens, count = _sampled(work, role)
+    hardware = work.hardware
     requests = max(1.0, tokens.requests / count)
     length = tokens.prompt + tokens.response / 2
     running = max(1.0, min(requests, engine.running(tokens.prompt + tokens.response)))

@@ -27,6 +27,8 @@ from rlhf_cli.planning.shapes import ModelShape
 TrainingConfig = OfflineConfig | OnlineConfig
 Shapes = Callable[[str], ModelShape]
 """Returns the shape of a model by its name or folder."""
+_INSTRUCTIONS, _VERDICT = 200, 100
+"""Tokens of a judge's instructions and delimiters, and of a verdict with reasons: assumptions."""
 CPU_PLACES = 1024
 """Number of processes that fit on a machine without GPUs."""
 
@@ -95,6 +97,22 @@ class Workload:
     def judge_sleeps(self) -> bool:
         """Whether judge and rollout engines take turns."""
         return not self.hardware.is_cpu and any(seat.shared for seat in self.layout.of(JUDGE))
+
+    @property
+    def questions(self) -> Tokens:
+        """Tokens of the questions to a judge model in a step, and of its verdicts (docs/rewards.md)."""
+        assert self.judge is not None
+        samples, tokens = self.config.setting("n_samples_per_prompt"), self.tokens
+        # Questions per response, and responses that a question shows.
+        each, shown = {"pairwise": (samples - 1, 2), "listwise": (2 / samples, samples)}.get(
+            self.config.setting("judge_method"), (1, 1)
+        )
+        number = round(tokens.requests * each)
+        longest = max(1, self.judge.max_len - _VERDICT)
+        prompt = min(longest, _INSTRUCTIONS + tokens.prompt + shown * tokens.response)
+        return Tokens(
+            requests=number, prompt=prompt, response=_VERDICT, length=prompt + _VERDICT, prefilled=number * prompt
+        )
 
     def host(self, role: str) -> str:
         """Return the role whose ranks hold this model."""

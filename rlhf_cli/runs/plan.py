@@ -24,9 +24,8 @@ from rlhf_cli.runs.online.checks import check_settings
 from rlhf_cli.runs.online.estimator import estimator_of
 
 _UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "judge", "environment", "agent_command")
-"""Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
-_QUESTION = 300
-"""Tokens of a judge's instructions, delimiters and answer; an assumption."""
+"""Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`, and
+`reward` is the time of a judge model."""
 _SHORT_STEP = 2.0
 """Seconds below which fixed costs dominate a step on a CPU (docs/benchmarks.md)."""
 _SHORT_STEPS = (
@@ -146,8 +145,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     if work.engine is not None:
         lines.append(f"  engine: {_cache(work.engine, work.tokens.prompt + work.tokens.response)}")
     if work.judge is not None:
-        # Questions have the length of prompt and response, and instructions.
-        lines.append(f"  judge: {_cache(work.judge, min(work.judge.max_len, work.tokens.length + _QUESTION))}")
+        lines.append(f"  judge: {_cache(work.judge, work.questions.length)}")
     lines += [f"  {plan.batching.reason}"] if plan.batching.reason else []
     lines += [f"  {warning}"] if (warning := _long_rows(work, plan.batching.max_tokens)) else []
     lines += _sizes("Host memory per node", plan.host)
@@ -202,7 +200,8 @@ def _time_lines(plan: Plan) -> list[str]:
     after = " after the first token" if "decode" in plan.times else ""
     overlap = ", sampling during training" if plan.work.samples_ahead else ""
     lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s{overlap}, {plan.tokens_per_second:,.0f} tokens/s{after}")
-    unknown = [name for name in _UNKNOWN_TIMES if plan.work.config.setting(name)]
+    is_planned = {"judge": plan.work.judge is not None}
+    unknown = [name for name in _UNKNOWN_TIMES if plan.work.config.setting(name) and not is_planned.get(name)]
     lines += [f"Not included, because their duration is unknown: {listed(unknown)}"] if unknown else []
     if plan.work.hardware.is_cpu and not plan.num_calibrating and plan.seconds < _SHORT_STEP:
         lines.append(_SHORT_STEPS)

@@ -201,6 +201,8 @@ def test_times_of_rewards_are_named_as_missing_except_for_a_reward_model(capsys)
     plan = plan_of("grpo", pretrain=SMALL, num_gpus=4, reward_pretrain=SMALL)
     assert plan.work.tokens.forward["reward"] > 0
     assert head not in run(capsys, *words, "--reward_pretrain", SMALL)[1]
+    assert head not in run(capsys, *words, "--judge", SMALL)[1]
+    assert f"{head}judge\n" in run(capsys, *words, "--judge", "http://127.0.0.1:5000/v1")[1]
 
 
 def test_changes_that_train_the_same_weights_come_before_adapters():

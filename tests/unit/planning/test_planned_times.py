@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from plans import plan_of
+from plans import LARGE, SMALL, plan_of
 
-from rlhf_cli.planning.times import phase_times
+from rlhf_cli.planning.times import phase_times, step_seconds
 
 N = 7_615_616_512
 """Parameters of Qwen2.5-7B."""
@@ -53,3 +53,35 @@ def test_small_updates_launch_as_many_kernels_as_large_ones():
     plan = plan_of("sft", pretrain="Qwen/Qwen2.5-1.5B", row_tokens=8, train_batch_size=8)
     eight = replace(plan.work, tokens=replace(plan.work.tokens, updates=8))
     assert phase_times(eight, plan.batching)["train"].seconds == pytest.approx(8 * plan.seconds, rel=0.05)
+
+
+def test_a_judge_model_answers_the_questions_of_its_method():
+    """16 prompts with 8 responses, on engines that take turns with the rollout engines."""
+    methods = {"pointwise": 128, "rubric": 128, "pairwise": 128 * 7, "listwise": 2 * 16}
+    given = {"judge": SMALL, "n_samples_per_prompt": 8, "rollout_batch_size": 16, "colocate_all_models": "true"}
+    plans = {method: plan_of("grpo", num_gpus=8, judge_method=method, **given) for method in methods}
+    assert {method: plan.work.questions.requests for method, plan in plans.items()} == methods
+    tokens, asked = plans["pairwise"].work.tokens, plans["pairwise"].work.questions
+    assert asked.prompt == 200 + tokens.prompt + 2 * tokens.response
+    times = {method: plan.times["reward"].seconds for method, plan in plans.items()}
+    assert times["pointwise"] == times["rubric"] < times["pairwise"]
+    # Twice the parameters of a token for each one that is read or sampled, on eight GPUs.
+    judge = plans["pairwise"].work.judge
+    assert judge is not None
+    operations = 2 * judge.shape.active * asked.requests * (asked.prompt + asked.response) / 8
+    assert operations / (0.75 * 989e12) < times["pairwise"]
+    assert plans["pairwise"].seconds == pytest.approx(sum(time.seconds for time in plans["pairwise"].times.values()))
+
+
+def test_a_judge_on_separate_gpus_reads_responses_while_others_are_sampled():
+    given = {"num_gpus": 8, "n_samples_per_prompt": 8, "judge": LARGE, "judge_num_engines": 4}
+    fast = plan_of("grpo", max_new_tokens=4096, max_len=5120, **given | {"judge": "Qwen/Qwen2.5-0.5B"})
+    assert "reward" not in fast.times
+    slow = plan_of("grpo", judge_method="pairwise", **given)
+    waiting = plan_of("grpo", judge_method="pairwise", **given | {"judge_num_engines": None})
+    assert slow.times["reward"].seconds < 2 * waiting.times["reward"].seconds
+    # Sampling waits for verdicts too, so training hides both.
+    ahead = replace(slow.work, samples_ahead=True)
+    sampling = slow.times["generate"].seconds + slow.times["reward"].seconds
+    training = slow.times["forward"].seconds + slow.times["train"].seconds
+    assert step_seconds(ahead, slow.times) == max(sampling, training) + slow.times["transfer"].seconds
