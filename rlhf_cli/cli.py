@@ -62,10 +62,16 @@ class CommandGroup(HelpPageGroup):
             return args[0], _outside_command(args[0], args[1:]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
         # `rlhf plan --proof RUN` plans no command, even if the run directory has the name of one.
-        if name == "plan" and "--proof" not in rest and (planned := next(filter(COMMANDS.get, rest), None)):
+        if name == "plan" and "--proof" not in rest and (planned := _first_command(rest)):
             rest.remove(planned)
             return f"plan {planned}", _planned_command(planned, rest), rest
         return name, _load_command(name, self.table[name], rest) if name else None, rest
+
+
+def _first_command(words: Sequence[str]) -> str | None:
+    """Return the first command among words, which flags may precede; without one, the first word if it is no flag."""
+    found = next(filter(COMMANDS.get, words), None)
+    return found or next((word for word in words[:1] if not word.startswith("-")), None)
 
 
 def _load_command(name: str, entry: Command, arguments: Sequence[str]) -> Any:

@@ -136,7 +136,8 @@ def hardware_of(plan: PlanConfig) -> Hardware:
     num_gpus = plan.num_gpus or max(1, len(here))
     if num_gpus * plan.num_nodes > _MOST_GPUS:
         raise UsageError(
-            f"--num_gpus {num_gpus} on {plan.num_nodes:,} nodes: a plan has at most {_MOST_GPUS:,} GPUs; plan for fewer"
+            f"--num_gpus {num_gpus} with --num_nodes {plan.num_nodes}: a plan has at most {_MOST_GPUS:,} GPUs; lower "
+            "one of them"
         )
     return replace(base, **given, num_gpus=num_gpus, num_nodes=plan.num_nodes)  # type: ignore[arg-type]
 

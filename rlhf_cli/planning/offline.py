@@ -34,7 +34,10 @@ def offline_work(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, sh
     """Return the workload of an offline command. Raises UsageError if it needs more GPUs than the hardware has."""
     num_ranks = config.launch.num_processes if hardware.num_nodes == 1 else hardware.total_gpus
     if num_ranks > hardware.total_gpus:
-        raise UsageError(f"--num_processes {num_ranks} needs as many GPUs, but the plan has {hardware.total_gpus}")
+        raise UsageError(
+            f"--num_processes {num_ranks} needs as many GPUs, but the plan has {hardware.total_gpus}: lower it, or set "
+            f"--num_gpus {num_ranks}"
+        )
     check_states(config, config.deepspeed)
     images = row_images(config, plan)
     length = images.mean_length(plan.row_tokens, config.data.max_len)

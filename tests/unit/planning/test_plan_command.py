@@ -344,6 +344,7 @@ def test_host_memory_of_a_node_is_checked_if_it_is_known():
     [
         ([], "set the command to plan, with its flags: rlhf plan sft"),
         (["doctor"], "rlhf doctor has no plan; the commands with one are sft"),
+        (["stf", "--pretrain", SMALL], "rlhf stf has no plan; the commands with one are sft"),
         (["sft"], "missing --pretrain"),
         (["sft", "--pretrain", "no/such-model", "--gpu", "h100"], "a plan needs only a folder with the model's config"),
         (["sft", "--pretrain", SMALL, "--gpu", "h900"], "--gpu h900: must be a100-40"),
@@ -375,7 +376,7 @@ def test_host_memory_of_a_node_is_checked_if_it_is_known():
         (["sft", "--pretrain", SMALL, "--zero_stag", "3"], "unknown flag --zero_stag (did you mean --zero_stage?)"),
         (
             ["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "2", "--num_processes", "4"],
-            "--num_processes 4 needs as many GPUs, but the plan has 2",
+            "--num_processes 4 needs as many GPUs, but the plan has 2: lower it, or set --num_gpus 4",
         ),
         (["sft", "--pretrain", SMALL, "--zpg", "2"], "zpg needs --zero_stage 3"),
         (
