@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tempfile
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.agents.environment_object import unknown_tool
@@ -38,10 +39,14 @@ class McpServer:
         """Check the command.
 
         Raises:
-            UsageError: `mcp` is not installed, the executable does not exist, or the API key is not valid in a header.
+            UsageError: `mcp` is not installed or too old, the executable does not exist, or the API key is not valid in
+                a header.
         """
         if importlib.util.find_spec("mcp") is None:
             raise UsageError("--environment mcp: requires the mcp package: pip install 'rlhf-cli[mcp]'")
+        # Packages for evaluations and environments install 1.x, which has other names.
+        if (installed := version("mcp")).startswith("1."):
+            raise UsageError(f"--environment mcp: requires mcp 2.3, not {installed}: pip install 'rlhf-cli[mcp]'")
         self.tools: list[str] = []
         self.words: list[str] = []
         self.url = command if is_url(command) else None

@@ -174,6 +174,12 @@ def test_commands_that_cannot_run_are_refused(command: str, sentence: str) -> No
     assert str(caught.value) == f"--environment {given} {sentence}"
 
 
+def test_an_old_package_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_cli.agents.mcp_server.version", lambda name: "1.30.0")
+    with pytest.raises(UsageError, match=r"requires mcp 2\.3, not 1\.30\.0: pip install 'rlhf-cli\[mcp\]'"):
+        McpServer(sys.executable)
+
+
 @contextmanager
 def listening(path: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
     """Run the server on a local port until the block ends."""
