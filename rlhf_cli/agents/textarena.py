@@ -114,7 +114,10 @@ def game_class(text: str) -> type:
     """
     _replace_downloads()
     name, _, query = text.partition("?")
-    from textarena.envs.registration import ENV_REGISTRY
+    try:
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise BadResult(f"requires textarena 0.7.4 ({error}): pip install 'rlhf-cli[environments]'") from error
 
     if name not in ENV_REGISTRY:
         near = did_you_mean(name, ENV_REGISTRY) or f": the games are {', '.join(_without_variants(ENV_REGISTRY))}"

@@ -54,6 +54,8 @@ def read_problems(name: str, *, head: int | None = None) -> Table:
             raise UsageError(f"{name}: {done.stdout.strip()}")
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UsageError(f"{name}: its problems could not be generated: {reason}")
+            is_old = reason.startswith(("ImportError", "ModuleNotFoundError"))
+            advice = "; install the tried version: pip install 'rlhf-cli[environments]'" if is_old else ""
+            raise UsageError(f"{name}: its problems could not be generated: {reason}{advice}")
         # The mapped file stays readable after its folder is removed.
         return replace(read_file(path), path=name, place=lambda index: f"problem {index}", checksum=None)

@@ -170,3 +170,14 @@ def test_the_parameters_read_bare_answers_and_drop_partial_credit():
     assert reasoning_gym("<think>57 + 87</think> 214", label, tags=0, partial=1).status == "correct"
     verdict = reasoning_gym("<answer>-214</answer>", label, tags=1, partial=0)
     assert (verdict.status, verdict.value) == ("wrong", None)
+
+
+@needs_package
+def test_another_version_of_the_package_is_refused_with_the_way_out(monkeypatch, tmp_path):
+    from rlhf_cli.data.reading.reasoning_gym import read_problems
+
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"ImportError: .*pip install 'rlhf-cli\[environments\]'"):
+        read_problems("reasoning_gym:chain_sum")
