@@ -174,8 +174,6 @@ def test_the_parameters_read_bare_answers_and_drop_partial_credit():
 
 @needs_package
 def test_another_version_of_the_package_is_refused_with_the_way_out(monkeypatch, tmp_path):
-    from rlhf_cli.data.reading.reasoning_gym import read_problems
-
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
