@@ -111,15 +111,17 @@ def drawn_to_teacher(advantages_N: Tensor, log_ratio_N: Tensor, *, coef: float) 
     return advantages_N - coef * log_ratio_N
 
 
-def over_spans(log_ratio_N: Tensor, cu_spans: Tensor) -> Tensor:
+def over_spans(log_ratio_N: Tensor, spans_N: Tensor) -> Tensor:
     """Return at each token the log-ratio of its span, `[N]`: the sum over the tokens of the span.
 
     For a teacher with another tokenizer, which assigns a log-prob to the text of a span, not to each of the policy's
     tokens. As the advantage of all its tokens, `log p_teacher(text) - log p_policy(text)` gives the policy gradient of
     the reverse KL divergence over the texts of spans (arXiv 2306.13649, section 3.1, with a span as the action).
-    `cu_spans` [S + 1] are the bounds of spans. For spans of one token, the result is `log_ratio_N`.
+    `spans_N` int64 are equal for the tokens of a span. For spans of one token, the result is `log_ratio_N`.
     """
-    return segment_sum(log_ratio_N, cu_spans)[segment_ids(cu_spans, len(log_ratio_N))]
+    _, number_N = spans_N.unique(return_inverse=True)
+    sums_S = torch.bincount(number_N, weights=log_ratio_N.double())
+    return sums_S[number_N].to(log_ratio_N.dtype)
 
 
 def whiten(x_N: Tensor, *, scale: float | None = None) -> Tensor:

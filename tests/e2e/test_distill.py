@@ -117,7 +117,8 @@ def test_a_teacher_of_another_tokenizer_is_compared_at_common_positions(across):
     command, whole = across
     found = metrics_of(whole)
     assert {step: metrics["own_responses"] for step, metrics in found.items()}.keys() == {1, 2, 3, 4}
-    assert all(0 < metrics["aligned"] < 1 for metrics in found.values())
+    aligned = {metrics["own_responses"]: metrics["aligned"] for metrics in found.values()}
+    assert 0 < aligned[0.0] < aligned[1.0] <= 1  # an untrained model mostly samples single bytes
     assert found[4]["loss"] != found[1]["loss"]
     rows = [json.loads(line) for line in (whole / "samples.jsonl").open()]
     printed = run_rlhf("why", whole, "--sample", rows[-1]["id"], "--token", "0")
@@ -129,7 +130,7 @@ def test_a_teacher_of_another_tokenizer_is_compared_at_common_positions(across):
     own = ["--reward_funcs", "exact", "--label_key", "response", "--distill_coef", "0.5"]
     run_rlhf(*advantages, *own, "--output", whole.parent / "advantages")
     found = metrics_of(whole.parent / "advantages")
-    assert all(0 < metrics["aligned"] < 1 and metrics["advantage_abs"] > 0 for metrics in found.values())
+    assert all(0 < metrics["aligned"] <= 1 and metrics["advantage_abs"] > 0 for metrics in found.values())
     *_, last = (whole.parent / "advantages" / "samples.jsonl").open()
     printed = run_rlhf("why", whole.parent / "advantages", "--sample", json.loads(last)["id"], "--token", "0")
     assert "Equal to the run: all " in printed

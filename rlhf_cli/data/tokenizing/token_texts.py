@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
+import numpy as np
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
@@ -54,6 +55,10 @@ class TokenTexts:
     def of(self, ids: Iterable[int]) -> list[bytes]:
         """Return the bytes of each token. Tokens without text have none."""
         return [self.texts[number] if number < len(self.texts) else b"" for number in ids]
+
+    def have_text(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each token has text, bool. Rows of the model's head without a token have none."""
+        return np.array([bool(text) for text in self.of(ids.tolist())], dtype=bool)
 
     def encoded(self, text: str) -> list[int]:
         """Tokenize text that follows other text."""

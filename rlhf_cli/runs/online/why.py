@@ -37,7 +37,6 @@ from rlhf_cli.runs.online.replay import Replayed, replay
 from rlhf_cli.runs.online.why_student import student_table, student_token
 from rlhf_cli.runs.run_directory import recorded_config
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_lines
-from rlhf_cli.trainers.online.samples import span_bounds
 
 _SHOWN_DIFFERENCES = 8
 
@@ -167,13 +166,14 @@ def _teacher_ratio(explained: Explained, token: int) -> str:
     rollout, number_of = explained.rollout, explained.number
     assert rollout.old_logprobs is not None
     old, teachers = rollout.old_logprobs[number_of], rollout.frozen_logprobs["teacher"][number_of]
-    first, end, what = token, token + 1, "the teacher"
-    if rollout.teacher_rows is not None:
-        bounds = span_bounds(rollout.teacher_rows[number_of], len(old))
-        first, end = int(bounds[bounds <= token].max()), int(bounds[bounds > token].min())
-        text = "".join(explained.texts[first:end])
-        what = f"the teacher, over the text {text!r} of tokens {first} to {end - 1}"
-    sums = (float(np.asarray(column[first:end], dtype=np.float64).sum()) for column in (old, teachers))
+    places, what = np.array([token]), "the teacher"
+    if rollout.teacher_spans is not None:
+        spans = rollout.teacher_spans[number_of]
+        # Tokens that are not compared have a log-ratio of 0.
+        places = np.flatnonzero(spans == spans[token]) if spans[token] >= 0 else places
+        text = "".join(explained.texts[place] for place in places)
+        what = f"the teacher, over the text {text!r} of tokens {', '.join(map(str, places.tolist()))}"
+    sums = (float(np.asarray(column, dtype=np.float64)[places].sum()) for column in (old, teachers))
     return "({} - {}), the log-probs of the policy and of {}".format(*map(number, sums), what)
 
 

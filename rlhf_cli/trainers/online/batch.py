@@ -67,9 +67,9 @@ def learning_samples(
     if settings.distill_coef is not None:
         assert "teacher" in rollout.frozen_logprobs, "distill_coef requires a teacher"
         log_ratio_N = _log_ratio(rollout, "teacher")
-        if rollout.teacher_rows is not None:
-            log_ratio_N = over_spans(log_ratio_N, rollout.cu_spans)
-            metrics["aligned"] = sum(map(len, rollout.teacher_rows)) / max(len(log_ratio_N), 1)
+        if rollout.teacher_spans is not None:
+            log_ratio_N = over_spans(log_ratio_N, rollout.spans_N)
+            metrics["aligned"] = rollout.num_spans / max(len(log_ratio_N), 1)
         drawn_N = drawn_to_teacher(found.at_tokens(cu), log_ratio_N, coef=settings.distill_coef)
         found = replace(found, per_token_N=drawn_N, per_response_B=None)
     for role, logprobs in rollout.frozen_logprobs.items():

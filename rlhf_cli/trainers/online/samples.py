@@ -131,11 +131,6 @@ def flat(by_response: Sequence[Column]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(by_response))
 
 
-def span_bounds(rows: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return a response's span bounds from `teacher_rows`, int64 [S + 1]. Tokens between spans form spans too."""
-    return np.unique(np.concatenate([[0, num_tokens], rows[:, 0], rows[:, 0] + rows[:, 2]]))
-
-
 def scores_of(samples: Iterable[Sample]) -> list[Score]:
     """Return all scores."""
     return [sample.score for sample in samples]
@@ -152,8 +147,9 @@ class Rollout:
 
     - `old_logprobs`, `values`: one value per response token from policy and critic, computed before the update; None
       without the model. `frozen_logprobs`: the same from each frozen policy by role, `{"ref": ..., "teacher": ...}`.
-    - `teacher_rows`: spans per response, as in `TokenSequence`, for teachers with their own tokenizers. A teacher
-      log-prob for a span is divided equally among its response tokens.
+    - `teacher_spans`: span per response token, int64 [K], for teachers with their own tokenizers: the index where the
+      span starts, -1 if the token is not compared, K and more for tokens without text. A teacher log-prob for a span is
+      divided equally among the response tokens in it.
     - `bootstrap`: critic value of a truncated response's final state, 0 for finished responses; None without
       bootstrapping.
     - `step_rewards`: each step's reward at its last token, NaN elsewhere.
@@ -166,7 +162,7 @@ class Rollout:
     samples: Sequence[Sample]
     old_logprobs: Sequence[Column] | None = None
     frozen_logprobs: dict[str, Sequence[Column]] = field(default_factory=dict)
-    teacher_rows: Sequence[np.ndarray] | None = None
+    teacher_spans: Sequence[np.ndarray] | None = None
     values: Sequence[Column] | None = None
     bootstrap: Sequence[float] | None = None
     step_rewards: Sequence[np.ndarray] | None = None
@@ -282,12 +278,17 @@ class Rollout:
         return torch.tensor(np.cumsum([0] + [response.num_sampled for response in self.responses]))
 
     @property
-    def cu_spans(self) -> torch.Tensor:
-        """Span bounds (`span_bounds`) in arrays over all response tokens, int64 [S + 1]."""
-        assert self.teacher_rows is not None, "spans require a teacher with a different tokenizer"
-        firsts = zip(self.cu.tolist(), self.teacher_rows, self.responses, strict=False)
-        bounds = [first + span_bounds(rows, response.num_sampled) for first, rows, response in firsts]
-        return torch.from_numpy(np.unique(np.concatenate([[0], *bounds])))
+    def spans_N(self) -> torch.Tensor:
+        """Span per token in arrays over all response tokens, int64 [N]. Numbers differ between responses."""
+        assert self.teacher_spans is not None, "spans require a teacher with a different tokenizer"
+        spans = [3 * first + own for first, own in zip(self.cu.tolist(), self.teacher_spans, strict=False)]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *spans]))
+
+    @property
+    def num_spans(self) -> int:
+        """Number of compared spans."""
+        assert self.teacher_spans is not None, "spans require a teacher with a different tokenizer"
+        return sum(len(np.unique(own[(own >= 0) & (own < len(own))])) for own in self.teacher_spans)
 
     @cached_property
     def scores_B(self) -> torch.Tensor:

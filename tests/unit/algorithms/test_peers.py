@@ -483,8 +483,8 @@ def test_spans_across_tokenizers_equal_gold(trl, seed):
     ids = list(generator.integers(0, 5, len(sides[0])))
     fake = SimpleNamespace(token_merge_strategy="observed")
     merged = trl.uld._merge_probabilities_with_alignment_groups(fake, probs_NV, expected[0], ids)
-    cu_spans = torch.tensor([*rows[:, 0].tolist(), len(ids)])
-    sums_N = over_spans(probs_NV[torch.arange(len(ids)), ids].log(), cu_spans)
+    spans_N = torch.arange(len(rows)).repeat_interleave(torch.from_numpy(rows[:, 2]))
+    sums_N = over_spans(probs_NV[torch.arange(len(ids)), ids].log(), spans_N)
     for number, first in enumerate(rows[:, 0].tolist()):
         torch.testing.assert_close(sums_N[first].exp(), merged[number, ids[first]])
 

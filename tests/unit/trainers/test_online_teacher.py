@@ -189,8 +189,7 @@ def across(first: list[float], teacher: list[list[float]], rows: list[list[list[
     responses = responses_of([prompt(0)] * 2, [generation(1, 2, 3), generation(4)], [scored(1.0), scored(3.0)], [0, 0])
     responses.old_logprobs = [floats(*first), floats(-2.0)]
     responses.frozen_logprobs["teacher"] = [floats(*values) for values in teacher]
-    responses.teacher_rows = [np.array(one) for one in rows]
-    spread_over_spans(responses)
+    spread_over_spans(responses, [np.array(one) for one in rows], [np.ones(3, bool), np.ones(1, bool)])
     return responses
 
 
@@ -216,11 +215,23 @@ def test_each_token_in_a_span_has_the_log_ratio_over_the_span_by_hand():
 def test_tokens_whose_text_the_teacher_does_not_read_have_no_log_ratio():
     """In the first response, the second token starts at a common byte, but the texts differ before the next one."""
     responses = across([-0.5, -1.0, -2.0], [[-1.5, -9.0], [-2.0]], [[[0, 0, 1, 1], [1, 1, 0, 0]], [[0, 0, 1, 1]]])
-    assert responses.cu_spans.tolist() == [0, 1, 3, 4]
+    assert responses.teacher_spans is not None
+    assert [spans.tolist() for spans in responses.teacher_spans] == [[0, -1, -1], [0]]
     found, _ = advantages(responses, "rloo", PolicyConfig(init_kl_coef=0.0), 1.0)
     assert found == [[-3.0, -2.0, -2.0], [2.0]]
     nothing = across([-0.5, -1.0, -2.0], [[], [-2.0]], [[[0, 0, 0, 0]], [[0, 0, 1, 1]]])
     assert advantages(nothing, "rloo", PolicyConfig(init_kl_coef=0.0), 1.0)[0] == [[-2.0] * 3, [2.0]]
+
+
+def test_tokens_without_text_count_by_themselves_by_hand():
+    """The second token has no text: -1 + 20 = 19. The span of the others: -.5 - 2 + 1 = -1.5."""
+    responses = responses_of([prompt(0)] * 2, [generation(1, 2, 3), generation(4)], [scored(1.0), scored(3.0)], [0, 0])
+    responses.old_logprobs = [floats(-0.5, -1.0, -2.0), floats(-2.0)]
+    responses.frozen_logprobs["teacher"] = [floats(-1.0), floats(-2.0)]
+    rows = [np.array([[0, 0, 3, 1]]), np.array([[0, 0, 1, 1]])]
+    spread_over_spans(responses, rows, [np.array([True, False, True]), np.array([True])])
+    found, _ = advantages(responses, "rloo", PolicyConfig(init_kl_coef=0.0), 1.0)
+    assert found == [[-0.5, -21.0, -0.5], [2.0]]
 
 
 def test_the_expected_gradient_with_spans_is_the_gradient_of_the_reverse_kl_divergence_between_texts():
@@ -238,7 +249,7 @@ def test_the_expected_gradient_with_spans_is_the_gradient_of_the_reverse_kl_dive
     # REINFORCE over all texts: both tokens have the text's log-ratio as advantage.
     pairs = torch.stack([of_first_A[:, None].expand(3, 4), of_second_AB], -1).reshape(-1)
     halves = torch.stack([teacher_AB / 2] * 2, -1).reshape(-1)
-    ratios = over_spans((pairs - halves).detach(), torch.arange(0, 25, 2))
+    ratios = over_spans((pairs - halves).detach(), torch.arange(12).repeat_interleave(2))
     loss = (texts_AB.detach().exp().reshape(-1).repeat_interleave(2) * ratios * pairs).sum()
     for found, expected in zip(torch.autograd.grad(loss, [first_A, second_AB]), exact, strict=True):
         torch.testing.assert_close(found, expected)
@@ -284,8 +295,7 @@ def test_with_equal_tokenizers_advantages_equal_the_default(tmp_path):
     roles = roles_of(*folders, max_tokens=1000)
     _, expected = read_samples(roles, samples)
     rollout, found = read_samples(roles, samples, tokens)
-    assert rollout.teacher_rows is not None
-    assert [len(rows) for rows in rollout.teacher_rows] == [sample.response.num_sampled for sample in samples]
+    assert rollout.num_spans == sum(sample.response.num_sampled for sample in samples)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
 
@@ -305,11 +315,11 @@ def test_a_teacher_reads_responses_in_more_tokens_than_a_micro_batch_or_none(tmp
     ]
     roles = roles_of(*folders, max_tokens=len(asked.prompt_ids) + len(texts[0]))
     rollout, found = read_samples(roles, samples, TeacherTokens(texts_of(own), texts_of(other)))
-    assert rollout.teacher_rows is not None
     assert rollout.old_logprobs is not None
-    assert len(rollout.teacher_rows[0]) > 1
-    assert np.asarray(rollout.frozen_logprobs["teacher"][1]) == np.asarray(rollout.old_logprobs[1])
-    assert found[1].tolist() == [1.0]  # only RLOO's part
+    assert rollout.num_spans > 1
+    # Such a row is 20 nats for the teacher, so that the policy gains nothing with it.
+    assert np.asarray(rollout.frozen_logprobs["teacher"][1]).tolist() == [-20.0]
+    assert found[1] == pytest.approx(1 - 0.5 * (np.asarray(rollout.old_logprobs[1]) + 20), rel=1e-5)
 
 
 def test_the_teachers_part_is_added_after_advantages_are_whitened():
