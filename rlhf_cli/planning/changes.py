@@ -310,6 +310,11 @@ def _of_engines(config: CommandConfig, plan: Plan) -> Iterator[Values]:
             # As many GPUs as before, if their number is set.
             number: Values = {} if given is None else {"vllm_num_engines": max(1, given * engine.size // size)}
             yield {"vllm_tensor_parallel_size": size, **number}
+    judge = plan.work.judge
+    if judge is not None and not plan.work.hardware.is_cpu:
+        for count in _SIZES:
+            if count * judge.size < plan.work.hardware.total_gpus:
+                yield {"judge_num_engines": count}
     if config.setting("enforce_eager"):
         yield {"enforce_eager": False}
     if plan.work.trained and not (plan.work.models_sleep and plan.work.engines_sleep):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plans import LARGE, SMALL, plan_of
+from plans import LARGE, SMALL, plan_of, plans_of
 
 from rlhf_cli.planning.times import phase_times, step_seconds
 
@@ -71,6 +71,11 @@ def test_a_judge_model_answers_the_questions_of_its_method():
     operations = 2 * judge.shape.active * asked.requests * (asked.prompt + asked.response) / 8
     assert operations / (0.75 * 989e12) < times["pairwise"]
     assert plans["pairwise"].seconds == pytest.approx(sum(time.seconds for time in plans["pairwise"].times.values()))
+
+
+def test_more_judge_engines_are_proposed_where_sampling_is_short():
+    _, changes = plans_of("eval", num_gpus=8, judge=LARGE, pretrain=SMALL)
+    assert changes[0].flags == "--judge_num_engines 4"
 
 
 def test_a_judge_on_separate_gpus_reads_responses_while_others_are_sampled():
