@@ -1,4 +1,4 @@
-"""Task folders of Harbor in containers of docker, as an environment class: `harbor:docker`.
+"""Task folders of Harbor in containers of docker or podman, as an environment class: `harbor:docker`.
 
 Imported only in environment processes. The process of an episode holds the standard input of its container, which ends
 with it, even if the process is killed.
@@ -25,7 +25,7 @@ from rlhf_cli.data.reading.harbor import HarborTask, read_task
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import BadResult
 
-_PROGRAM = "docker"
+_PROGRAMS = ("docker", "podman")
 _DEFAULTS: dict[str, object] = {"command_timeout": 20.0}
 _CHUNK = 65_536
 _MAX_OUTPUT = 4_000
@@ -37,6 +37,7 @@ _PAUSE = 0.1
 class _Task:
     """An episode in a container. The model runs commands; at the end, the task's tests give the reward."""
 
+    program: ClassVar[str]
     command_timeout: ClassVar[float]
 
     def reset(self, task: str) -> None:
@@ -45,7 +46,7 @@ class _Task:
         image = self._task.image or self._built(self._task)
         self._name = f"rlhf-{uuid.uuid4().hex}"
         options = (*self._task.options, *_names(self._task.variables))
-        command = [_PROGRAM, "run", "--rm", "--interactive", "--init", "--name", self._name, *options]
+        command = [self.program, "run", "--rm", "--interactive", "--init", "--name", self._name, *options]
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - as long as the container
         # `cat` ends at the end of its input, which this process holds.
         self._container = subprocess.Popen(
@@ -69,7 +70,7 @@ class _Task:
         """
         try:
             output, status = _limited(
-                [_PROGRAM, *self._exec_words(("bash", "-c", command), user=self._task.user)], self.command_timeout
+                [self.program, *self._exec_words(("bash", "-c", command), user=self._task.user)], self.command_timeout
             )
         except TimeoutError:
             return f"Error: the command ran for more than {self.command_timeout:g} s."
@@ -134,7 +135,7 @@ class _Task:
 
     def _call(self, *words: str, variables: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [_PROGRAM, *words],
+            [self.program, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -180,21 +181,22 @@ def task_class(text: str) -> type:
     """Return the environment class of `docker?command_timeout=60`.
 
     Raises:
-        BadResult: there is no such parameter, docker is not installed, or has no server. Completes "harbor:docker ...".
+        BadResult: there is no such program or parameter, the program is not installed, or docker has no server.
+            Completes "harbor:docker ...".
     """
     name, _, query = text.partition("?")
-    if name != _PROGRAM:
-        raise BadResult(f"is not harbor:{_PROGRAM}, the only place in which tasks run")
-    if shutil.which(_PROGRAM) is None:
-        raise BadResult(f"requires {_PROGRAM}, which is not installed")
+    if name not in _PROGRAMS:
+        raise BadResult(f"is neither {' nor '.join(f'harbor:{one}' for one in _PROGRAMS)}, in which tasks run")
+    if shutil.which(name) is None:
+        raise BadResult(f"requires {name}, which is not installed")
     try:
         given = _DEFAULTS | parameters_of(f"harbor:{name}", query, _DEFAULTS)
     except UsageError as error:
         raise BadResult(f"is invalid: {error}") from error
-    tried = subprocess.run([_PROGRAM, "version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    tried = subprocess.run([name, "version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if tried.returncode != 0:
         raise BadResult(f"cannot start containers: {_last_line(tried.stderr)}")
-    return type("HarborTask", (_Task,), given)
+    return type("HarborTask", (_Task,), {**given, "program": name})
 
 
 def reward_of(text: str, name: str) -> float:

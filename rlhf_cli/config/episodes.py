@@ -48,8 +48,8 @@ class EpisodeConfig(SettingsGroup):
     environment: str | None = None
     """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
     to start an MCP server; mcp:URL for a running MCP server; nemo_gym:URL for a resources server of NeMo Gym;
-    textarena:GAME for a game of the package textarena; harbor:docker for task folders of Harbor; or verifiers:NAME for
-    an environment from the verifiers package, run by RLHF_VERIFIERS_PYTHON. Each response becomes a
+    textarena:GAME for a game of the package textarena; harbor:docker or harbor:podman for task folders of Harbor; or
+    verifiers:NAME for an environment from the verifiers package, run by RLHF_VERIFIERS_PYTHON. Each response becomes a
     multi-turn episode: the class's public methods, or the server's tools, are the model's tools. Without tools,
     step(text) replies to the model.
     """

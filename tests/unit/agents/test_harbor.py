@@ -287,7 +287,7 @@ def test_an_image_that_cannot_be_built_fails_the_episode(tmp_path: Path, played:
 
 
 def test_a_missing_program_server_or_parameter_is_named(docker: Path) -> None:
-    with pytest.raises(BadResult, match="is not harbor:docker, the only place"):
+    with pytest.raises(BadResult, match="is neither harbor:docker nor harbor:podman"):
         task_class("local")
     with pytest.raises(BadResult, match=r"has no parameter 'timeout' \(did you mean command_timeout"):
         task_class("docker?timeout=3")
@@ -302,8 +302,27 @@ def test_the_kind_and_the_identity() -> None:
     assert found["environment"] == "harbor:docker"
 
 
-@pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
-def test_the_real_program_has_all_options() -> None:
+def _has_image(program: str) -> bool:
+    inspected = [program, "image", "inspect", "ubuntu:24.04"]
+    return shutil.which(program) is not None and subprocess.run(inspected, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("program", ["docker", "podman"])
+@pytest.mark.parametrize(("command", "reward"), [("echo $((2 + 3)) > sum.txt", 1.0), ("echo 4 > sum.txt", 0.25)])
+def test_a_task_in_a_real_container(tmp_path: Path, program: str, command: str, reward: float) -> None:
+    if not _has_image(program):
+        pytest.skip(f"{program} has no image ubuntu:24.04")
+    with SentEnvironments(f"harbor:{program}?command_timeout=5", timeout=120, num_workers=1) as environments:
+        ask(environments, 0, Reset({"task": str(write_task(tmp_path / "task"))}, 0))
+        assert "more than 5 s" in str(ask(environments, 0, run("sleep 30")))
+        ask(environments, 0, run(command))
+        assert ask(environments, 0, Finish()).reward == reward
+
+
+@pytest.mark.parametrize("program", ["docker", "podman"])
+def test_the_real_program_has_all_options(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
     limits = ["--cpus", "2", "--workdir", "/w", "--memory", "512m", "--network", "none", "--env", "A"]
     for words in (
         ["run", "--rm", "--interactive", "--init", "--name", "n", *limits, "--entrypoint", "cat"],
@@ -312,7 +331,7 @@ def test_the_real_program_has_all_options() -> None:
         ["rm", "--force"],
     ):
         # With --help, it parses the options and needs no server.
-        done = subprocess.run(["docker", *words, "--help"], capture_output=True, text=True)
+        done = subprocess.run([program, *words, "--help"], capture_output=True, text=True)
         assert (done.returncode, "Usage:" in done.stdout) == (0, True), done.stderr
 
 
