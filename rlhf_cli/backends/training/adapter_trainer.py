@@ -109,7 +109,15 @@ class AdapterTrainer:
         return self.hf_model.get_submodule(name)
 
     def new_adapter(self, shape: AdapterShape) -> Adapter:
-        """Create an adapter that changes nothing yet: A is random, B is zero."""
+        """Create an adapter that changes nothing yet: A is random, B is zero.
+
+        Raises:
+            UsageError: no layer is trained, or the rank is above that of all layers, which only costs memory.
+        """
+        bases = (layer.get_base_layer() for layer in self._layers.values())
+        highest = max(min(base.in_features, base.out_features) for base in bases)
+        if shape.rank > highest:
+            raise UsageError(f"rank {shape.rank} is above {highest}, the highest rank of a layer in this model")
         generator = torch.Generator().manual_seed(shape.seed)
         factors: dict[str, nn.Parameter] = {}
         for name, layer in self._layers.items():

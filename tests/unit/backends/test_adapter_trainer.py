@@ -174,6 +174,11 @@ def test_only_the_chosen_layers_are_trained(trainer):
         trainer.new_adapter(AdapterShape(2, 16, train_attn=False, train_mlp=False))
 
 
+def test_a_rank_above_that_of_all_layers_is_refused(trainer):
+    with pytest.raises(UsageError, match=r"rank 100000 is above \d+, the highest rank of a layer in this model"):
+        trainer.new_adapter(AdapterShape(100_000, 16))
+
+
 def test_several_targets_at_a_position_and_targets_that_do_not_follow(trainer):
     tokens = np.array([5, 6, 7], np.int32)
     wide = Datum(tokens, {"target_tokens": np.array([[9, 10], [11, 12], [13, 14]])})
