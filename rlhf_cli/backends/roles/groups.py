@@ -104,13 +104,17 @@ class RoleGroup(Generic[_RankT]):
         """
         return self._forward(call, sequences, self.group.all_stored)
 
+    def _plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
+        """Return sequence indices per rank and micro-batch of a forward pass."""
+        return self.planner.plan(sequences)
+
     def _forward(
         self,
         call: Callable[[_RankT, list[list[TokenSequence]]], list[np.ndarray]],
         sequences: Sequence[TokenSequence],
         run: Callable[..., list[Any]],
     ) -> list[Any]:
-        plan = self.planner.plan(sequences)
+        plan = self._plan(sequences)
         work = [RankWork([[[sequences[i] for i in members] for members in bins]]) for bins in plan]
         results = dict[int, Any]()
         found: list[Any] = self.run_awake(lambda rank, share: call(rank, *share.steps), work, run=run)
@@ -284,8 +288,6 @@ class TeacherRole(FrozenPolicyRole):
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[Column]:
         """Return the log-probs of trained tokens per sequence from its teacher, in nats."""
-        # In the tokens of a teacher's own tokenizer, a response may be longer than any that the policy reads.
-        self.planner = self.planner.with_room_for(max(map(len, sequences), default=0))
         found: dict[int, Column] = {}
         # One teacher after the other, each with full micro-batches.
         for number in sorted({sequence.teacher for sequence in sequences}):
@@ -293,6 +295,11 @@ class TeacherRole(FrozenPolicyRole):
             values = self.forward(partial(_logprobs_of, number), [sequences[place] for place in places])
             found |= zip(places, values, strict=True)
         return [found[place] for place in range(len(sequences))]
+
+    def _plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
+        # In the tokens of a teacher's own tokenizer, a response may be longer than any that the policy reads. The limit
+        # of later batches stays the same: a resumed run would not know it, and would pack them in another way.
+        return self.planner.with_room_for(max(map(len, sequences))).plan(sequences)
 
 
 def _logprobs_of(number: int, rank: "FrozenPolicyRank", micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:

@@ -32,6 +32,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.data.tokenizing.teacher_tokens import TeacherTokens
@@ -253,6 +254,25 @@ def test_the_expected_gradient_with_spans_is_the_gradient_of_the_reverse_kl_dive
     loss = (texts_AB.detach().exp().reshape(-1).repeat_interleave(2) * ratios * pairs).sum()
     for found, expected in zip(torch.autograd.grad(loss, [first_A, second_AB]), exact, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_a_long_read_does_not_change_how_later_batches_are_packed():
+    packed = []
+
+    class Rank:
+        def logprobs(self, micro_batches, number):
+            packed.append([len(members) for members in micro_batches])
+            return [np.zeros(sum(one.num_trained for one in members), np.float32) for members in micro_batches]
+
+    def read(*lengths):
+        teacher.logprobs([TokenSequence(np.arange(n, dtype=np.int32), np.arange(n) > 0) for n in lengths])
+
+    planner = MicroBatchPlanner(1, BatchConfig(train_max_tokens_per_gpu=20), 0.0, lambda: False)
+    teacher = TeacherRole(OneRank(Rank()), planner, takes_turns=False)  # type: ignore[arg-type]
+    for lengths in ((12, 12), (30, 5), (12, 12)):
+        read(*lengths)
+    assert packed[0] == packed[2] == [1, 1]
+    assert sum(packed[1]) == 2
 
 
 def roles_of(*folders: Path, max_tokens: int) -> Roles:
